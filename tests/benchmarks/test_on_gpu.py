@@ -21,7 +21,7 @@ from drot.cli.app import run as run_drot
 from drot.cli.commands import COMMANDS, imported
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="needs the checkout")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BENCHMARKS.exists(), reason="needs the checkout")]
 #: a tool that watches a program; its command line ends with that of the program
 WATCHER = "compute-sanitizer"
 
@@ -309,7 +309,6 @@ def test_a_kept_module_still_loads(gpu: SimpleNamespace, tmp_path: Path) -> None
     assert json.loads(done.stdout)["version"] == drot.__version__, done.stderr
 
 
-@pytest.mark.slow
 def test_tiny_llama_is_pruned_packed_and_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,8 @@ from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
 from drot.evaluation.record import record
 
+pytestmark = pytest.mark.slow
+
 EVALUATION = made_evaluation(
     {"some/where/wiki.txt": 5.25, "other.txt": None},
     seqlen=64,

@@ -23,6 +23,8 @@ from drot.model.families import linear_names
 from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart, fuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 
+pytestmark = pytest.mark.slow
+
 TOKENS = random_tokens(4, 40)
 #: leaves dense: all of layer 0, k_proj of layer 1, down_proj of layer 2 (4:8)
 MIXED = dict(keep=("layers.0.*", "layers.1.self_attn.k_proj"), sparsity_of={"layers.2.mlp.down_proj": "4:8"})

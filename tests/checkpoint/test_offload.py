@@ -16,6 +16,8 @@ from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 
+pytestmark = pytest.mark.slow
+
 
 def read(folder, dtype="auto"):
     """The skeleton of a model, and its state dict as it is read."""

@@ -86,7 +86,6 @@ def test_prune_refuses_before_it_works(checkpoints, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_eval_and_generate(checkpoints, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(HELD_OUT.read_text(encoding="utf-8")[:8000], encoding="utf-8")

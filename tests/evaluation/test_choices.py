@@ -19,6 +19,8 @@ from drot.evaluation.perplexity import load_eval_tokens
 from drot.evaluation.predictions import Predictions, predict
 from drot.reporting.demo import HELD_OUT, MODEL
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("length", [SHORTEST, 300, 5000])
 def test_one_answer_follows_and_three_lie_near_by(length):
@@ -70,7 +72,6 @@ def test_a_model_that_knows_nothing_chooses_no_right_answer():
     assert score(same).accuracy == 0
 
 
-@pytest.mark.slow
 def test_the_dense_model_knows_more_than_a_pruned_one():
     tokens = load_eval_tokens(str(HELD_OUT), load_tokenizer(MODEL))
     asked = questions(tokens, 60).flatten()

@@ -172,7 +172,6 @@ def test_the_same_command_gives_the_same_bytes(pruned, tmp_path, full):
     assert saved_bytes(tmp_path / "one") == saved_bytes(tmp_path / "two")
 
 
-@pytest.mark.slow
 def test_gradient_checkpointing_and_accumulation_change_no_weight_by_more_than_rounding(pruned):
     folder = pruned("residual", torch.float32)
     plain = run(folder, None, lr=1e-3, dropout=0.0).model
@@ -447,7 +446,6 @@ def test_the_command(capsys, tmp_path):
     assert cli.run(["eval", str(tmp_path / "full"), "--ppl", str(sample), "--seqlen", "64"]) == 0
 
 
-@pytest.mark.slow
 def test_two_processes_write_one_checkpoint(tmp_path):
     """torchrun with two processes, which exchange their gradients through gloo."""
     recipe = Recipe(rotation=RotationConfig(mode="none"), pruning=PruningConfig(method="magnitude"))

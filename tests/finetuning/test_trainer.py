@@ -16,6 +16,8 @@ from drot.checkpoint.manifest import update_manifest
 from drot.checkpoint.records import EvaluationRecord
 from drot.cli import app as cli
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):

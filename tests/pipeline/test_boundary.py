@@ -18,6 +18,8 @@ from drot.pipeline import training
 from drot.pipeline.context import RunContext
 from drot.sparse.fused import FusedRotation
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 RESIDUAL = dict(boundary="residual", hessians="dense")
 CHOSEN = recipe(**RESIDUAL)
@@ -39,7 +41,6 @@ def test_a_model_keeps_the_pattern_and_survives_saving(family, tmp_path):
     assert torch.equal(again(tokens).logits, result.model(tokens).logits)
 
 
-@pytest.mark.slow
 def test_dynamo_compiles_the_model_to_one_graph():
     model, tokens = prune(small_model("granite"), CHOSEN.replace(steps=0)).model, random_tokens(2, 30)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -168,7 +168,6 @@ def test_a_saved_model_opens_as_it_was(chosen, format, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(blocks_of(converted), blocks_of(loaded), strict=True))
 
 
-@pytest.mark.slow
 def test_dynamo_compiles_the_model_to_one_graph():
     model = prune(small_model("llama", head_dim=16), FULL.replace(steps=2), format="packed").model
     tokens = random_tokens(2, 30)

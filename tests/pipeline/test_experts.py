@@ -19,6 +19,8 @@ from drot.model.decoder import DecoderModel
 from drot.pipeline.dry_run import run_needs
 from drot.pipeline.sizes import sizes_of, without_weights
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe"]
 #: with those whose first layer has no experts; the norms of Qwen3-Next multiply by 1 + their weight
@@ -177,7 +179,6 @@ def test_without_sparsity_the_outputs_do_not_change(family, place):
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
-@pytest.mark.slow
 def test_the_rotation_and_the_solvers_lower_the_error(family):
     """On the calibration text: the rotation, and the solvers on top of it, each by a good part.
 

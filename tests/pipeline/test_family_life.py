@@ -20,14 +20,19 @@ from drot.pipeline.disk import disk_needs
 from drot.pipeline.sizes import sizes_of
 from drot.sparse.linear import is_packed
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 
 
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        *(("llama-biased", "layer"), ("phi3", "none"), ("glm4", "none"), ("gemma2", "layer")),
-        pytest.param("phi3", "layer", marks=pytest.mark.slow),  # with a report, which imports matplotlib
+        ("llama-biased", "layer"),
+        ("phi3", "none"),
+        ("glm4", "none"),
+        ("gemma2", "layer"),
+        ("phi3", "layer"),  # with a report, which imports matplotlib
     ],
 )
 def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):

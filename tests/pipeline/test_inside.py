@@ -33,6 +33,8 @@ from drot.pipeline.sizes import sizes_of
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NOTHING = dict(sparsity=0.0, method="wanda", objective="entropy", steps=20)
 
@@ -149,7 +151,6 @@ def test_copies_pickles_and_removal():
     assert model.state_dict().keys() == small_model("gemma2").state_dict().keys()
 
 
-@pytest.mark.slow
 def test_dynamo_compiles_the_model_to_one_graph():
     model, tokens = prune(small_model("gemma2"), one_shot(steps=0)).model, random_tokens(2, 30)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

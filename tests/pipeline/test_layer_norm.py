@@ -15,6 +15,8 @@ from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import around_ones
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["cohere2", "opt"]
 MODES = {
     "none": one_shot("none"),

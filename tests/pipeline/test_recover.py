@@ -19,6 +19,8 @@ from drot.pipeline import batches, kept_weights, recover
 from drot.pipeline.recover import recover_layer
 from drot.pruning import prune_magnitude
 
+pytestmark = pytest.mark.slow
+
 
 def pruned_layer(dtype=torch.float32, family="llama-biased", sparsity="2:4"):
     """A layer pruned by magnitude, the stream of its inputs, and the outputs of the dense layer."""

@@ -17,6 +17,8 @@ from drot.core.errors import UserError
 from drot.machine.devices import computing_dtype
 from drot.reporting.demo import MODEL
 
+pytestmark = pytest.mark.slow
+
 
 def recipe(mode="none"):
     return one_shot(mode, method="wanda", steps=2)

@@ -11,6 +11,8 @@ from small_models import save_small_model, small_model
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):

@@ -20,6 +20,8 @@ from drot.pipeline.memory import device_memory, main_memory, state_bytes
 from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.states import place_of_states
 
+pytestmark = pytest.mark.slow
+
 GPU = torch.device("cuda")
 #: LLaMA-3-70B
 LARGE = LlamaConfig(

@@ -70,7 +70,6 @@ def test_a_layer_is_in_memory_from_the_work_on_the_layer_before_until_its_own_en
     assert all(next(each.parameters()).is_meta for each in layers)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 @pytest.mark.parametrize(
     ("family", "fields"), [("llama", {}), ("qwen2", dict(tie_word_embeddings=True)), ("qwen3_moe", {})]

@@ -20,6 +20,8 @@ from drot.pipeline.run import PruningRun
 from drot.pipeline.sizes import Sizes, sizes_of
 from drot.rotation.optimizers import FastOptimizer
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(hidden_size=64, intermediate_size=112, num_hidden_layers=2)
 TOKENS = random_tokens(6, 32)
 

@@ -13,6 +13,8 @@ from drot.config import CalibrationConfig, Recipe, RotationConfig
 from drot.evaluation.evaluate import evaluate
 from drot.reporting.runs import measurements, read_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

@@ -10,6 +10,8 @@ from drot.cli import chat as command
 from drot.core.errors import UserError
 from drot.serving.compiled import SMALLEST_CACHE, cache_length, compile_step, compiled_settings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("tokens", "context", "size"),
@@ -27,7 +29,6 @@ def test_a_cuda_graph_is_taken_where_it_is_asked_for(cuda_graph, mode):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_step_that_is_not_compiled(packed, device):
     """In float32; the compiled step is one graph, and the second conversation compiles nothing."""
     model = load(packed, device=device)
