@@ -20,7 +20,7 @@ from drot.core.events import Progress
 from drot.machine.ranks import Ranks
 from drot.pipeline.batches import held_out_sequences
 from drot.pipeline.own_text import write_own_text
-from drot.pipeline.validation import check_seqlen, check_tokens
+from drot.pipeline.validation import check_each_has_a_sequence, check_seqlen, check_tokens
 from drot.text.further import load_further
 from drot.text.source import as_token_ids, check_sources, load_calibration
 
@@ -74,6 +74,8 @@ class TextReader:
             elif tokens is None:
                 tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
             check_tokens(tokens, self.config)
+            if measures or recipe.reads_calibration:
+                check_each_has_a_sequence(self.ranks, len(tokens), "use fewer ranks or a longer text")
             if measures or not recipe.recovery.distill_epochs:
                 return recipe, tokens, None
             if further is not None:

@@ -77,14 +77,19 @@ def check_recipe(
 
 def _check_ranks(config: Any, recipe: ResolvedRecipe, ranks: Ranks) -> None:
     """Raises UserError if a rank would have no sequence, or no row of a linear."""
-    widths, sequences = widths_of(config), recipe.calibration.nsamples
+    widths = widths_of(config)
     rows = min(widths[spec.shape[0]] for _, spec in linear_names(config))
     if ranks.size > rows:
         raise UserError(f"at most {rows} ranks can share a linear of {rows} rows, got {ranks.size}")
-    if ranks.size > sequences and recipe.reads_calibration:
+    if recipe.reads_calibration:
+        check_each_has_a_sequence(ranks, recipe.calibration.nsamples, "use more `nsamples`")
+
+
+def check_each_has_a_sequence(ranks: Ranks, sequences: int, remedy: str) -> None:
+    """Raises UserError if a rank would have no sequence of the calibration."""
+    if ranks.size > sequences:
         raise UserError(
-            f"{ranks.size} ranks need at least {ranks.size} calibration sequences, got {sequences}: use more "
-            "`nsamples`"
+            f"{ranks.size} ranks need at least {ranks.size} calibration sequences, got {sequences}: {remedy}"
         )
 
 

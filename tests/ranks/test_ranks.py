@@ -16,10 +16,12 @@ from together import become_rank, free_port, on_ranks, start_server
 
 import drot
 import drot.machine.ranks
+from drot.config import Recipe
 from drot.core.errors import ToldElsewhere, UserError
 from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.model.decoder import DecoderModel
 from drot.pruning.solve import ADMM_INTERVAL
+from drot.reporting.demo import HELD_OUT, MODEL
 
 pytestmark = pytest.mark.slow
 
@@ -286,3 +288,17 @@ def test_too_many_ranks_are_refused():
 
 def prune_two(chosen):
     return prune(chosen=chosen, calibration=TOKENS[:2]).manifest.sparsity
+
+
+def test_a_text_with_fewer_sequences_than_ranks_is_refused(tmp_path):
+    """The text has two of the nine sequences that are asked for. A rank without one would have no Hessian."""
+    text = tmp_path / "short.txt"
+    text.write_text(HELD_OUT.read_text(encoding="utf-8")[:500], encoding="utf-8")
+    first, *others = on_ranks(3, prune_text, text)
+    assert isinstance(first, UserError) and "3 ranks need at least 3 calibration sequences" in str(first)
+    assert all(isinstance(found, UserError) for found in others)
+
+
+def prune_text(text):
+    chosen = Recipe().replace(mode="none", source=str(text), nsamples=9, seqlen=64)
+    return drot.prune(MODEL, chosen, device="cpu").manifest.sparsity
