@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from drot.checkpoint.load import load
+from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import dense_linears_of
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
@@ -26,6 +27,7 @@ from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.environment import machine_name
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
+from drot.model.sizes import positions_of
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
 
@@ -81,14 +83,15 @@ def measure_speed(
         speedup: the dense variant's time, divided by the time of this variant; None for dense.
         verdict: the speedup in words; None for dense.
 
-    Raises UserError for an unknown shape, a wrong size, or a checkpoint that is not 2:4.
+    Raises UserError for an unknown shape, a wrong size, more tokens than the model has learned positions, or
+    a checkpoint that is not 2:4.
 
     Args:
         model: a 2:4 checkpoint to time, dense or packed; None with `shape`.
         shape: a name in SHAPES (variants.py), for random weights in the dimensions of that model.
         tokens: sizes of the prefill cases.
         batches: sizes of the decode cases. If only one of `tokens` and `batches` is given, the other phase
-            is not measured. If neither is given, they are those of SIZES.
+            is not measured. If neither is given, they are those of SIZES, `within_positions`.
         repeats: calls of each variant in each case.
         device: `auto`, `cpu` or `cuda[:N]`.
         dtype: dtype of the weights. `auto` is the checkpoint's own, or bfloat16 with `shape`.
@@ -96,8 +99,10 @@ def measure_speed(
     """
     check_arguments(model, shape, tokens, batches, repeats)
     target = pick_device(device)
+    config = load_config(model) if model is not None else shape_config(str(shape))
     if tokens is None and batches is None:
-        tokens, batches = SIZES[target.type]
+        tokens, batches = within_positions(SIZES[target.type][0], config), SIZES[target.type][1]
+    check_positions(tokens or (), config)
     weights, variants = _variants(model, shape, dtype, target)
     sizes = {"prefill": tokens or (), "decode": batches or ()}
     with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
@@ -135,6 +140,24 @@ def check_arguments(
             raise UserError(f"`{name}` must be at most {largest}; got {max(sizes)}")
     if repeats < 1:
         raise UserError(f"`repeats` must be at least 1; got {repeats}")
+
+
+def within_positions(sizes: Sequence[int], config: Any) -> list[int]:
+    """`sizes` of sequences, each at most the number of positions that a model of `config` has learned.
+
+    A position that is computed, as a rotary one, has no such limit.
+    """
+    longest = positions_of(config) if family_of(config).positions else None
+    return list(dict.fromkeys(size if longest is None else min(size, longest) for size in sizes))
+
+
+def check_positions(tokens: Sequence[int], config: Any) -> None:
+    """Raises UserError for more `tokens` of a sequence than a model of `config` has learned positions."""
+    if tokens and (longest := max(within_positions(tokens, config))) < (got := max(tokens)):
+        raise UserError(
+            f"`tokens` must be at most {longest}, the positions that this model has learned; got {got}: "
+            "name fewer tokens"
+        )
 
 
 def _variants(

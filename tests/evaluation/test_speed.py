@@ -21,6 +21,7 @@ from drot.evaluation.variants import (
     model_variants,
 )
 from drot.model.boundary import down_rotations, rotation_place
+from drot.ops import nm_mask
 from drot.reporting.demo import MODEL
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
@@ -136,6 +137,23 @@ def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1", "--repeats", "1", "--device", "cpu"]) == 0
     assert "too few repeats" in (out := capsys.readouterr().out)
     assert "than dense" not in out and "as fast" not in out
+
+
+def test_learned_positions_are_the_most_tokens(tmp_path, capsys):
+    """OPT has a row of a table for each position, and the default is 128 tokens."""
+    model = small_model("opt", max_position_embeddings=40)
+    for name, weight in model.named_parameters():
+        if name.endswith(("proj.weight", "fc1.weight", "fc2.weight")):
+            weight.masked_fill_(nm_mask(weight.abs(), 2, 4), 0)
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()  # discards the output of saving
+    options = [str(tmp_path), "--repeats", "1", "--device", "cpu"]
+    assert cli.run(["bench", *options, "--tokens", "8,41"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "--tokens must be at most 40, the positions that this model has learned; got 41: name" in error
+    assert cli.run(["bench", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "layer prefill 40 " in shown and "model prefill 40 " in shown and "model decode 8 " in shown
 
 
 def test_mistakes(capsys, tmp_path, checkpoint):
