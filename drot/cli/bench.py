@@ -13,6 +13,7 @@ def bench(
     shape: str | None = None,
     tokens: str | None = None,
     batches: str | None = None,
+    compile: bool = False,
     repeats: int = 10,
     device: str = "auto",
     dtype: str = "auto",
@@ -32,6 +33,8 @@ def bench(
             that a model has learned, as OPT has.
         batches N,...: Time the decoding of one token per sequence, for each of these numbers of sequences, as
             in 1,8. Without --tokens and --batch: 1 to 32 sequences, on a CPU 1 and 8.
+        compile: With MODEL: time one sequence also with the compiled step of drot chat --compile, both of
+            the dense weights and of MODEL. Compiling takes 5 to 20 seconds for each.
         repeats: Repetitions of each case. The table shows the median, and below 3 repetitions no verdict.
     Run:
         device:
@@ -48,6 +51,7 @@ def bench(
             shape,
             tokens=sizes,
             batches=sequences,
+            compile=compile,
             repeats=repeats,
             device=device,
             dtype=dtype,

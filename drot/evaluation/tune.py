@@ -11,7 +11,8 @@ from drot.checkpoint.load import load
 from drot.checkpoint.opening import load_config
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.evaluation.speed import LARGEST_TOKENS, check_positions, set_compressed, within_positions
+from drot.evaluation.cases import LARGEST_TOKENS, check_positions, within_positions
+from drot.evaluation.speed import set_compressed
 from drot.machine.devices import is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed

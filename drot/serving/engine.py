@@ -23,7 +23,7 @@ from transformers.cli.serving.utils import (
 
 from drot.core.errors import UserError, quoted
 from drot.machine.devices import is_gpu
-from drot.serving.compiled import compiled_settings
+from drot.model.compiled import compiled_settings
 from drot.serving.sampling import Sampling, can_be_batched, sampling_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ ONE_AT_A_TIME = "try `sequential=True`, which generates one request at a time"
 class Alone(GenerateManager):
     """One request after the other, by `generate`.
 
-    compiled: whether the decode step is that of `compile_step` (drot/serving/compiled.py).
+    compiled: whether the decode step is that of `compile_step` (drot/model/compiled.py).
     context: the most tokens that the model reads, or None.
     """
 
