@@ -25,10 +25,10 @@ from drot.checkpoint.load import load
 from drot.evaluation.speed import weight_bytes
 from drot.evaluation.timing import Timing
 from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
+from drot.model.compiled import compile_step, compiled_settings
 from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.reporting.demo import MODEL
-from drot.serving.compiled import compile_step, compiled_settings
 
 PROMPT, NEW_TOKENS = 1, 128
 #: the block of R3 that the default recipe has

@@ -13,6 +13,7 @@ def bench(
     shape: str | None = None,
     tokens: str | None = None,
     batches: str | None = None,
+    compile: bool = False,
     repeats: int = 10,
     device: str = "auto",
     dtype: str = "auto",
@@ -28,9 +29,12 @@ def bench(
         shape [llama-2-7b|llama-3-8b|llama-3-70b|llama-3-405b|qwen2.5-7b|qwen3-8b]: Instead of MODEL: time
             a decoder layer with random weights in the dimensions of this model.
         tokens N,...: Time a prefill of one sequence, for each of these numbers of tokens, as in 128,2048.
-            Without --tokens and --batch: 128 to 8192 tokens, on a CPU 128.
+            Without --tokens and --batch: 128 to 8192 tokens, on a CPU 128, and at most the positions
+            that a model has learned, as OPT has.
         batches N,...: Time the decoding of one token per sequence, for each of these numbers of sequences, as
             in 1,8. Without --tokens and --batch: 1 to 32 sequences, on a CPU 1 and 8.
+        compile: With MODEL: time one sequence also with the compiled step of drot chat --compile, both of
+            the dense weights and of MODEL. Compiling takes 5 to 20 seconds for each.
         repeats: Repetitions of each case. The table shows the median, and below 3 repetitions no verdict.
     Run:
         device:
@@ -47,6 +51,7 @@ def bench(
             shape,
             tokens=sizes,
             batches=sequences,
+            compile=compile,
             repeats=repeats,
             device=device,
             dtype=dtype,

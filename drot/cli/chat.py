@@ -75,9 +75,9 @@ def chat(
 def compiled(model: Any, cuda_graph: bool = False) -> bool:
     """Compiles the decode step of a model, and says how long it took or why it is not possible.
 
-    cuda_graph: as in `compiled_settings` (drot/serving/compiled.py).
+    cuda_graph: as in `compiled_settings` (drot/model/compiled.py).
     """
-    from drot.serving.compiled import compile_step
+    from drot.model.compiled import compile_step
 
     tell("drot: compiling the step that generates a token")
     start = time.perf_counter()

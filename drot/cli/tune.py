@@ -25,21 +25,19 @@ def tune(
         model MODEL: A packed model: a name on the Hugging Face hub, or a local folder.
     Cases:
         tokens N,...: Tokens of the products, as in 512,2048. Each stands for all numbers up to the next power
-            of two. Default: 32 to 8192.
+            of two. Default: 32 to 8192, and at most the positions that a model has learned, as OPT has.
     Run:
         device:
         dtype: Dtype of the weights. auto is the dtype of the checkpoint.
     Output:
         as_json:
     """
-    from drot.evaluation.tune import TUNED_TOKENS
     from drot.evaluation.tune import tune as tuned
 
-    sizes = parse_sizes("--tokens", tokens)
     with working() as progress:
         result = tuned(
             model,
-            tokens=TUNED_TOKENS if sizes is None else sizes,
+            tokens=parse_sizes("--tokens", tokens),
             device=device,
             dtype=dtype,
             progress=progress,

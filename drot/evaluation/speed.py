@@ -6,8 +6,8 @@ each of n sequences.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,23 +16,30 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from drot.checkpoint.load import load
+from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import dense_linears_of
-from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.version import __version__
+from drot.evaluation.cases import (
+    ONE_SEQUENCE,
+    SIZES,
+    Case,
+    check_arguments,
+    check_compile,
+    check_positions,
+    within_positions,
+)
 from drot.evaluation.timing import Timing, interleaved, replayed
 from drot.evaluation.variants import DENSE, SPARSE, layer_variants, model_variants, shape_config
 from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.environment import machine_name
+from drot.model.compiled import compile_step, compiled_settings
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
+from drot.model.sizes import positions_of
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
 
-#: largest sizes of a prefill and a decode
-LARGEST_TOKENS, LARGEST_BATCH = 1 << 17, 1 << 12
-#: device type → default sizes of a prefill and of a decode; a CPU takes minutes for larger ones
-SIZES = {"cpu": ((128,), (1, 8)), "cuda": ((128, 512, 2048, 8192), (1, 2, 4, 8, 16, 32))}
 #: tokens that a whole model generates for each sequence in a decode case
 NEW_TOKENS = 32
 #: fewest repetitions from which a verdict is given: fewer show nothing of the spread of the times
@@ -43,17 +50,8 @@ EQUAL = 0.03
 #: `layer` and `model` → the models of the variants, name → model
 Variants = Mapping[Literal["layer", "model"], Mapping[str, PreTrainedModel]]
 
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement. size: the number of tokens of a prefill, or of sequences of a decode."""
-
-    what: Literal["layer", "model"]
-    phase: Literal["prefill", "decode"]
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.phase} {self.size}"
+#: the end of the name of a variant with a compiled decode step
+COMPILED = ", compiled"
 
 
 @torch.no_grad()
@@ -63,6 +61,7 @@ def measure_speed(
     *,
     tokens: Sequence[int] | None = None,
     batches: Sequence[int] | None = None,
+    compile: bool = False,
     repeats: int = 10,
     device: str | torch.device = "auto",
     dtype: str = "auto",
@@ -81,14 +80,17 @@ def measure_speed(
         speedup: the dense variant's time, divided by the time of this variant; None for dense.
         verdict: the speedup in words; None for dense.
 
-    Raises UserError for an unknown shape, a wrong size, or a checkpoint that is not 2:4.
+    Raises UserError for an unknown shape, a wrong size, more tokens than the model has learned positions, a
+    checkpoint that is not 2:4, or a decode step that cannot be compiled.
 
     Args:
         model: a 2:4 checkpoint to time, dense or packed; None with `shape`.
         shape: a name in SHAPES (variants.py), for random weights in the dimensions of that model.
         tokens: sizes of the prefill cases.
         batches: sizes of the decode cases. If only one of `tokens` and `batches` is given, the other phase
-            is not measured. If neither is given, they are those of SIZES.
+            is not measured. If neither is given, they are those of SIZES (cases.py), `within_positions`.
+        compile: whether the decode of one sequence of a checkpoint has rows of a compiled step too: of dense
+            and of the last variant.
         repeats: calls of each variant in each case.
         device: `auto`, `cpu` or `cuda[:N]`.
         dtype: dtype of the weights. `auto` is the checkpoint's own, or bfloat16 with `shape`.
@@ -96,12 +98,16 @@ def measure_speed(
     """
     check_arguments(model, shape, tokens, batches, repeats)
     target = pick_device(device)
+    config = load_config(model) if model is not None else shape_config(str(shape))
     if tokens is None and batches is None:
-        tokens, batches = SIZES[target.type]
+        tokens, batches = within_positions(SIZES[target.type][0], config), SIZES[target.type][1]
+    check_positions(tokens or (), config)
+    if compile:
+        check_compile(shape, batches or ())
     weights, variants = _variants(model, shape, dtype, target)
     sizes = {"prefill": tokens or (), "decode": batches or ()}
     with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
-        rows = _measure_cases(variants, sizes, target, repeats, progress)
+        rows = _measure_cases(variants, sizes, target, repeats, progress, compile=compile)
     return {
         "model": shape or str(model),
         "machine": machine_name(target),
@@ -114,27 +120,6 @@ def measure_speed(
         },
         "rows": rows,
     }
-
-
-def check_arguments(
-    model: object,
-    shape: str | None,
-    tokens: Sequence[int] | None,
-    batches: Sequence[int] | None,
-    repeats: int,
-) -> None:
-    """Raises UserError for arguments of `measure_speed` that mean nothing."""
-    if (model is None) == (shape is None):
-        raise UserError(
-            f"name either a checkpoint or a `shape`; got {'neither' if model is None else 'both'}"
-        )
-    for name, sizes, largest in (("tokens", tokens, LARGEST_TOKENS), ("batches", batches, LARGEST_BATCH)):
-        if sizes is not None and any(size < 1 for size in sizes):
-            raise UserError(f"`{name}` must be whole numbers above 0; got {', '.join(map(str, sizes))}")
-        if sizes is not None and max(sizes) > largest:
-            raise UserError(f"`{name}` must be at most {largest}; got {max(sizes)}")
-    if repeats < 1:
-        raise UserError(f"`repeats` must be at least 1; got {repeats}")
 
 
 def _variants(
@@ -157,17 +142,27 @@ def _measure_cases(
     device: torch.device,
     repeats: int,
     progress: Progress,
+    *,
+    compile: bool,
 ) -> list[dict[str, Any]]:
-    """The rows of the cases: those of the layer first. sizes: phase → sizes."""
+    """The rows of the cases: those of the layer first.
+
+    sizes: phase → sizes.
+    compile: as of `measure_speed`.
+    """
     cases = list(
         dict.fromkeys(Case(what, phase, n) for what in variants for phase in sizes for n in sizes[phase])
     )
     rows = []
+    compiled = with_compiled(variants["model"]) if compile else {}
     for number, case in enumerate(cases, 1):
-        models = variants[case.what]
+        models = compiled if compile and case == ONE_SEQUENCE else variants[case.what]
         for model in models.values():
             set_compressed(model, case.phase)
-        calls = {name: call_of(model, case, device) for name, model in models.items()}
+        calls = {
+            name: call_of(model, case, device, compiled=name.endswith(COMPILED))
+            for name, model in models.items()
+        }
         timings = interleaved(calls, device=device, repeats=repeats, warmup=3 if is_gpu(device) else 1)
         rows += rows_of(case, timings, models, repeats)
         progress(ProgressEvent(phase="measure", step=number, steps=len(cases)))
@@ -175,6 +170,18 @@ def _measure_cases(
 
 
 # ---- a case --------------------------------------------------------------------------------------------
+
+
+def with_compiled(models: Mapping[str, PreTrainedModel]) -> dict[str, PreTrainedModel]:
+    """`models`, and the dense one and the last one of them with a compiled decode step.
+
+    transformers keeps a compiled step in its model, so these two are copies, which share all modules.
+    """
+    found = dict(models)
+    for name in (DENSE, list(models)[-1]):
+        found[name + COMPILED] = model = copy.copy(models[name])
+        compile_step(model, cuda_graph=is_gpu(model.device))
+    return found
 
 
 def set_compressed(model: nn.Module, phase: str) -> None:
@@ -189,8 +196,11 @@ def set_compressed(model: nn.Module, phase: str) -> None:
             linear.drop_compressed()
 
 
-def call_of(model: Any, case: Case, device: torch.device) -> Callable[[], object]:
-    """A function that runs the case: one forward pass, or NEW_TOKENS of them in a decode of a whole model."""
+def call_of(model: Any, case: Case, device: torch.device, *, compiled: bool = False) -> Callable[[], object]:
+    """A function that runs the case: one forward pass, or NEW_TOKENS of them in a decode of a whole model.
+
+    compiled: whether `model` is one of `with_compiled`, whose step is compiled.
+    """
     shape = (1, case.size) if case.phase == "prefill" else (case.size, 1)
     if case.what == "layer":
         hidden = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, device=device)
@@ -200,9 +210,13 @@ def call_of(model: Any, case: Case, device: torch.device) -> Callable[[], object
     ids = torch.randint(model.config.vocab_size, shape, device=device)
     if case.phase == "prefill":
         return lambda: model(ids, use_cache=False, logits_to_keep=1)
-    options = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-    if device.type == "cuda":  # with a static cache, transformers captures the step as a CUDA graph
-        options["cache_implementation"] = "static"  # type: ignore[assignment]
+    options: dict[str, Any] = dict(
+        min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
+    if compiled:
+        options |= compiled_settings(1 + NEW_TOKENS, positions_of(model.config), cuda_graph=is_gpu(device))
+    elif device.type == "cuda":  # with a static cache, transformers captures the step as a CUDA graph
+        options["cache_implementation"] = "static"
     return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 

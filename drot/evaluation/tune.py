@@ -8,15 +8,17 @@ import torch
 
 from drot._C import tuning_cache_file
 from drot.checkpoint.load import load
+from drot.checkpoint.opening import load_config
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.evaluation.speed import LARGEST_TOKENS, set_compressed
+from drot.evaluation.cases import LARGEST_TOKENS, check_positions, within_positions
+from drot.evaluation.speed import set_compressed
 from drot.machine.devices import is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed
 
-#: The numbers of tokens that are tuned by default. Numbers up to the same power of two share a choice, and up
-#: to 16 tokens there is one algorithm alone.
+#: The numbers of tokens that are tuned by default, for a model with learned positions at most their number.
+#: Numbers up to the same power of two share a choice, and up to 16 tokens there is one algorithm alone.
 TUNED_TOKENS = tuple(2**power for power in range(5, 14))
 #: the start of the keys of products in the tuning cache, csrc/ops/cuda/sparse24_linear.cu
 PRODUCT = "sparse24_linear of drot "
@@ -26,7 +28,7 @@ PRODUCT = "sparse24_linear of drot "
 def tune(
     model: str | Path,
     *,
-    tokens: Sequence[int] = TUNED_TOKENS,
+    tokens: Sequence[int] | None = None,
     device: str | torch.device = "auto",
     dtype: str = "auto",
     progress: Progress = silent,
@@ -40,11 +42,12 @@ def tune(
 
     A CPU has one algorithm for each product, so that there is nothing to choose, and the model is not loaded.
     Raises UserError as `drot.load` does, for a checkpoint that is not packed, for numbers of tokens that mean
-    nothing, and if the tuning cache cannot be kept.
+    nothing or are more than the model has learned positions, and if the tuning cache cannot be kept.
 
-    tokens: tokens of the products. Each stands for all numbers up to the next power of two.
+    tokens: tokens of the products. Each stands for all numbers up to the next power of two. None is
+        TUNED_TOKENS, `within_positions`.
     """
-    if not tokens or any(not 1 <= size <= LARGEST_TOKENS for size in tokens):
+    if tokens is not None and (not tokens or any(not 1 <= size <= LARGEST_TOKENS for size in tokens)):
         got = ", ".join(map(str, tokens))
         raise UserError(f"`tokens` must be whole numbers from 1 to {LARGEST_TOKENS}; got {got or 'none'}")
     target = pick_device(device)
@@ -59,6 +62,9 @@ def tune(
     file = tuning_cache_file()
     if not file:
         raise UserError("the tuning cache has no folder: name one in DROT_CACHE")
+    config = load_config(model)
+    tokens = within_positions(TUNED_TOKENS, config) if tokens is None else tokens
+    check_positions(tokens, config)
     loaded: Any = load(model, device=target, dtype=dtype)
     if not is_packed(loaded):
         raise UserError(f'{model} is not packed: write it with `format="packed"`, or with drot convert')

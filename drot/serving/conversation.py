@@ -7,7 +7,7 @@ from transformers import TextStreamer
 
 from drot.core.errors import UserError
 from drot.machine.devices import is_gpu
-from drot.serving.compiled import compiled_settings
+from drot.model.compiled import compiled_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ class Conversation:
         system: the system message.
         max_tokens: the most tokens of an answer.
         temperature: 0 takes the most likely token; None leaves the settings of the model.
-        compiled: whether the decode step is that of `compile_step` (drot/serving/compiled.py).
+        compiled: whether the decode step is that of `compile_step` (drot/model/compiled.py).
         """
         self.has_template = bool(tokenizer.chat_template)
         if system is not None and not self.has_template:

@@ -23,7 +23,7 @@ from transformers.cli.serving.utils import (
 
 from drot.core.errors import UserError, quoted
 from drot.machine.devices import is_gpu
-from drot.serving.compiled import compiled_settings
+from drot.model.compiled import compiled_settings
 from drot.serving.sampling import Sampling, can_be_batched, sampling_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ ONE_AT_A_TIME = "try `sequential=True`, which generates one request at a time"
 class Alone(GenerateManager):
     """One request after the other, by `generate`.
 
-    compiled: whether the decode step is that of `compile_step` (drot/serving/compiled.py).
+    compiled: whether the decode step is that of `compile_step` (drot/model/compiled.py).
     context: the most tokens that the model reads, or None.
     """
 
@@ -52,21 +52,27 @@ class Alone(GenerateManager):
         self.compiled, self.context = compiled, context
 
     def prepared(self, inputs: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
-        """Adds the settings of a compiled step, and seeds the generator in the thread that generates."""
+        """Adds the settings of a compiled step."""
         if self.compiled and config.max_new_tokens is not None:
             tokens = inputs["input_ids"].shape[-1] + config.max_new_tokens
             config.update(**compiled_settings(tokens, self.context))
-        if (seed := getattr(config, SEED, None)) is not None:
-            self.submit(torch.manual_seed, seed)
         return inputs
 
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *request: Any, **options: Any
+    ) -> Any:
+        """What transformers' class returns."""
+        model = _Seeded(model, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, *request, **options)
+
     async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, *request: Any, **options: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """What transformers' class returns. A cancelled request stops."""
         gone = threading.Event()
         inputs = {**inputs, "stopping_criteria": [_Gone(gone)]}
-        answer = super().generate_non_streaming(model, processor, inputs, *request, **options)
+        model = _Seeded(model, gen_config)
+        answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
         try:
             return await asyncio.shield(asyncio.ensure_future(answer))
         except asyncio.CancelledError:
@@ -76,6 +82,24 @@ class Alone(GenerateManager):
 
 #: attribute of the GenerationConfig of a request that names a seed
 SEED = "seed_of_request"
+
+
+class _Seeded:
+    """A model whose `generate` seeds the generator of random numbers first, if the request names a seed.
+
+    The thread that generates runs both as one job. As two jobs, that of another request could come between.
+    """
+
+    def __init__(self, model: Any, config: GenerationConfig) -> None:
+        self.model, self.seed = model, getattr(config, SEED, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def generate(self, **inputs: Any) -> Any:
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        return self.model.generate(**inputs)
 
 
 class _Gone(StoppingCriteria):

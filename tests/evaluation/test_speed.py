@@ -1,6 +1,7 @@
 """`drot bench`: its variants, its rows and its error messages, but no speed."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import drot
 from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.core.errors import UserError
 from drot.evaluation import speed, timing, variants
 from drot.evaluation.timing import Replay, Timing, interleaved, replayed
 from drot.evaluation.variants import (
@@ -21,6 +23,7 @@ from drot.evaluation.variants import (
     model_variants,
 )
 from drot.model.boundary import down_rotations, rotation_place
+from drot.ops import nm_mask
 from drot.reporting.demo import MODEL
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
@@ -90,6 +93,43 @@ def test_rows_of_a_checkpoint(checkpoint, capsys):
             assert row["verdict"] in VERDICTS
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.slow
+def test_one_sequence_with_a_compiled_step(checkpoint, monkeypatch, capsys):
+    """Rows of dense and of the checkpoint, whose calls compile nothing, and no rows in the other cases."""
+    steps = []
+
+    def timed(calls, **options):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for name in [name for name in calls if name.endswith(speed.COMPILED)]:
+                steps.append(calls[name]().shape)
+        return interleaved(calls, **options)
+
+    monkeypatch.setattr(speed, "interleaved", timed)
+    options = ["--batch", "1,2", "--repeats", "1", "--device", "cpu", "--compile", "--json"]
+    assert cli.run(["bench", str(checkpoint), *options]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    plain, compiled = [DENSE, SPARSE, ROTATED], [f"{name}, compiled" for name in (DENSE, ROTATED)]
+    found = [(row["what"], row["size"], row["variant"]) for row in rows]
+    assert [row for row in found if row[2] in compiled] == [("model", 1, name) for name in compiled]
+    assert [row for row in found if row[2] in plain] == [
+        (what, size, name) for what in ("layer", "model") for size in (1, 2) for name in plain
+    ]
+    assert steps == [(1, 1 + speed.NEW_TOKENS)] * 2
+    bytes_of = {row["variant"]: row["weight_bytes"] for row in rows if row["what"] == "model"}
+    assert bytes_of[compiled[1]] == bytes_of[ROTATED] < bytes_of[compiled[0]] == bytes_of[DENSE]
+
+
+def test_a_step_that_cannot_be_compiled_is_refused(checkpoint, monkeypatch, capsys):
+    def refuse(model, cuda_graph):
+        raise UserError("the decode step cannot be compiled (no compiler): leave `compile` out")
+
+    monkeypatch.setattr(speed, "compile_step", refuse)
+    capsys.readouterr()
+    assert cli.run(["bench", str(checkpoint), "--batch", "1", "--device", "cpu", "--compile"]) == 2
+    assert "cannot be compiled (no compiler): leave --compile out" in capsys.readouterr().err
+
+
 def test_variants_of_a_checkpoint(checkpoint):
     """ROTATED computes what the checkpoint computes, and DENSE what SPARSE computes."""
     model = drot.load(checkpoint, device="cpu")
@@ -138,6 +178,23 @@ def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
     assert "than dense" not in out and "as fast" not in out
 
 
+def test_learned_positions_are_the_most_tokens(tmp_path, capsys):
+    """OPT has a row of a table for each position, and the default is 128 tokens."""
+    model = small_model("opt", max_position_embeddings=40)
+    for name, weight in model.named_parameters():
+        if name.endswith(("proj.weight", "fc1.weight", "fc2.weight")):
+            weight.masked_fill_(nm_mask(weight.abs(), 2, 4), 0)
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()  # discards the output of saving
+    options = [str(tmp_path), "--repeats", "1", "--device", "cpu"]
+    assert cli.run(["bench", *options, "--tokens", "8,41"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "--tokens must be at most 40, the positions that this model has learned; got 41: name" in error
+    assert cli.run(["bench", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "layer prefill 40 " in shown and "model prefill 40 " in shown and "model decode 8 " in shown
+
+
 def test_mistakes(capsys, tmp_path, checkpoint):
     cases = [
         ([], "name either a checkpoint or a --shape; got neither"),
@@ -146,6 +203,9 @@ def test_mistakes(capsys, tmp_path, checkpoint):
         (["--shape", "gpt-2"], "--shape must be one of llama-2-7b, llama-3-8b"),
         ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers above 0; got 0"),
         ([checkpoint, "--batch", "1,x"], "--batch must be whole numbers separated by commas; got '1,x'"),
+        (["--shape", "llama-3-8b", "--compile"], "--compile needs a whole model; got the --shape llama-3-8b"),
+        ([checkpoint, "--batch", "2,4", "--compile"], "in --batch; got 2, 4: add 1"),
+        ([checkpoint, "--tokens", "8", "--compile"], "in --batch; got none: add 1"),
         ([checkpoint, "--repeats", "0"], "--repeats must be at least 1; got 0"),
         ([tmp_path / "nothing"], "there is no such folder"),
         ([MODEL], "layer 0, q_proj: the weight must hold at most 2 non-zeros"),

@@ -34,6 +34,7 @@ def gpu(packed, monkeypatch, tmp_path):
     monkeypatch.setenv("DROT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "is_gpu", lambda device: True)
     monkeypatch.setattr(tuning, "load", lambda *args, **options: packed)
+    monkeypatch.setattr(tuning, "load_config", lambda model: packed.config)
     read = []
 
     def write(module, args, output):
@@ -53,6 +54,20 @@ def test_each_number_of_tokens_is_run_and_what_was_measured_is_told(gpu, tmp_pat
     }
     assert found["tuning_cache"] == str(tmp_path / "cache" / "measured.txt")
     assert tuning.tune("packed", tokens=[4], device="cpu")["products"] == {}
+
+
+def test_learned_positions_are_the_most_tokens(gpu, monkeypatch):
+    """OPT has a row of a table for each position, and rotary positions are computed."""
+    config = small_model("opt", max_position_embeddings=100).config
+    assert max(tuning.TUNED_TOKENS) > 100
+    monkeypatch.setattr(tuning, "load_config", lambda model: config)
+    tuning.tune("packed", device="cpu")
+    assert gpu == [32, 64, 100]
+    with pytest.raises(UserError, match="at most 100, the positions that this model has learned; got 128"):
+        tuning.tune("packed", tokens=[32, 128], device="cpu")
+    monkeypatch.setattr(tuning, "load_config", lambda model: small_model("llama").config)
+    tuning.tune("packed", tokens=[129], device="cpu")
+    assert gpu[3:] == [129]
 
 
 def test_the_command_shows_the_products(gpu, capsys):

@@ -8,7 +8,7 @@ import torch
 from drot.checkpoint.load import load
 from drot.cli import chat as command
 from drot.core.errors import UserError
-from drot.serving.compiled import SMALLEST_CACHE, cache_length, compile_step, compiled_settings
+from drot.model.compiled import SMALLEST_CACHE, cache_length, compile_step, compiled_settings
 
 pytestmark = pytest.mark.slow
 

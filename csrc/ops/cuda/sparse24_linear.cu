@@ -108,7 +108,9 @@ void run(const Choice& choice, const Problem& p, at::Tensor& y) {
 
 // ---- the choice of an algorithm ------------------------------------------------------------------
 
-// The key of a product in the tuning cache: everything that its fastest algorithm depends on.
+// The key of a product in the tuning cache: what its fastest algorithm depends on. Of the driver, the runtime
+// of CUDA tells only the newest CUDA that it supports. So a choice outlives an update of the driver within
+// one version of CUDA.
 std::string tuning_key(const Problem& p, std::span<const Algorithm> candidates) {
   int cuda = 0, driver = 0;
   C10_CUDA_CHECK(cudaRuntimeGetVersion(&cuda));
