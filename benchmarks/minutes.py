@@ -93,6 +93,7 @@ class OfLayer:
         copied: bytes that go between the memories while a run waits. overlapping: step → those that go while
             it computes.
         written, home, ahead: as in CountedFiles.
+        peak: the most bytes that tensors took on the GPU of rank 0, in a run of two layers.
     """
 
     def __init__(self, shape: str, recipe: Any, tokens: torch.Tensor, size: int) -> None:
@@ -100,6 +101,7 @@ class OfLayer:
         self._values: list[Any] = []
         # with --hessians dense a rank trains every n-th layer; rank 1 trains none of a single layer
         two, two_before, copies_of_two, files_of_two = self._counted(2)
+        self.peak = self._peak
         one, one_before, copies_of_one, files_of_one = self._counted(1)
         other, other_before = self._counted(1, rank=1)[:2] if size > 1 else (one, one_before)
         self.ops, self.training, self.first = two.copy(), one.copy(), one.copy()
@@ -128,6 +130,7 @@ class OfLayer:
         self._values[:] = self._values if rank else []
         ranks = CountedRanks(rank, self._size, self._values) if self._size > 1 else ALONE
         costs, files = counted_run(model.eval().requires_grad_(False), self._recipe, self._tokens, ranks)
+        self._peak = max(costs.peak.values())
         found, self.layers_ahead = costs.seconds.copy(), costs.layers_ahead
         if isinstance(ranks, CountedRanks):
             found["send", "all"] = ranks.seconds
@@ -137,9 +140,11 @@ class OfLayer:
 
 
 def minutes_of(
-    shape: str, quality: str, nsamples: int, seqlen: int, size: int = 1
-) -> tuple[dict[str, float], Counter[tuple[str, str]]]:
-    """Step → seconds of a layer; and the seconds of its ops. size: the number of ranks.
+    shape: str, quality: str, nsamples: int, seqlen: int, size: int = 1, host_memory: float = HOST_MEMORY
+) -> tuple[dict[str, float], Counter[tuple[str, str]], int]:
+    """Step → seconds of a layer; the seconds of its ops; and the most bytes that tensors took on a GPU.
+
+    size: the number of ranks. host_memory: bytes of main memory for each GPU.
 
     The step `copies` is what a run waits for copies and files, as far as no work hides them; `send` is what
     the ranks send; `beside` is of the whole run, and not of a layer.
@@ -166,7 +171,7 @@ def minutes_of(
             seconds[step] += value
     # a run of two layers keeps the inputs of all; a whole run may compute them again (pipeline/weigh.py)
     states = 2 * nsamples * seqlen * config["hidden_size"] / size
-    room = int(KEPT_SHARE * HOST_MEMORY / states)
+    room = int(KEPT_SHARE * host_memory / states)
     first, _ = kept_layers(count, room)
     passes = 2 + first / count
     seconds["weigh"] *= (1 + passes) / 3
@@ -177,7 +182,7 @@ def minutes_of(
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     # where the inputs of layers leave room, the system keeps the files in memory, and they are read there
     gpus = min(size, GPUS_OF_A_MACHINE)
-    stays = gpus * (HOST_MEMORY - states * min(room, count)) >= model + ends
+    stays = gpus * (host_memory - states * min(room, count)) >= model + ends
     from_disk = bytes_read, bytes_read / PINNED
     again = (0.0, bytes_read / HOST + bytes_read / PINNED) if stays else from_disk
     hashed = model + ends <= WHOLE_HASH_BYTES  # the files are read for the hash, before anything else
@@ -217,7 +222,7 @@ def minutes_of(
     if recipe.recovery.distill_epochs:  # the layers are read once more, and a thread writes them
         seconds["copies"] += waits(0.0, again) + waits(0.0, writer)
     seconds["beside"] = beside
-    return seconds, ops
+    return seconds, ops, layer.peak
 
 
 def _fits_together(shape: str, recipe: Any, nsamples: int, seqlen: int) -> bool:
@@ -236,6 +241,7 @@ def main() -> None:
     parser.add_argument("--nsamples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--ranks", nargs="+", type=int, default=[], help="numbers of GPUs; writes scale.csv")
+    parser.add_argument("--host-memory", type=float, default=HOST_MEMORY / 1e9, help="GB for each GPU")
     parser.add_argument("--ops", type=int, default=0, help="how many ops of a layer are named")
     add_csv(parser)
     options = parser.parse_args()
@@ -246,8 +252,12 @@ def main() -> None:
         for quality in options.quality:
             alone = None
             for ranks in sorted({1, *options.ranks}):
-                seconds, ops = minutes_of(shape, quality, options.nsamples, options.seqlen, ranks)
+                seconds, ops, peak = minutes_of(
+                    shape, quality, options.nsamples, options.seqlen, ranks, 1e9 * options.host_memory
+                )
                 row = {"model": shape, "quality": quality, **show(shape, quality, ranks, seconds)}
+                fits = "fit" if peak <= GPU_MEMORY else "DO NOT FIT"
+                print(f"  tensors take {peak / 1e9:.0f} GB of a GPU: they {fits} into {GPU_MEMORY / 1e9:.0f}")
                 if not options.ranks:
                     del row["send"]
                 for (step, name), value in ops.most_common(options.ops):

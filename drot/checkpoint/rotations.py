@@ -27,9 +27,10 @@ ORTHOGONALITY_TOLERANCE = 1e-3
 FIRST_R3 = "layers.0.r3"
 
 
-def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str, Any]) -> None:
+def save_rotations(path: Path, rotations: Iterable[LayerRotation], record: dict[str, Any]) -> None:
     """Writes the rotations of all layers in fp32. Raises WriteError if writing fails.
 
+    rotations: those of the layers in order. One after the other is in memory, the numbers of fp32 of all.
     record: the recipe, the model and the calibration. The file's metadata holds it, and a digest of it and of
         the tensors.
     """

@@ -86,7 +86,7 @@ def write_result(
 
     def write_rotations(file: Path) -> None:
         record = {"model": prepared.source, **(manifest.identity or {})}
-        save_rotations(file, list(run.rotations.values()), record)
+        save_rotations(file, run.rotations.values(), record)
 
     inside = path_inside(rotations_out, out)
     if rotations_out is not None and inside is None:
