@@ -257,6 +257,7 @@ def test_options_in_the_text_exist() -> None:
         "--rdzv-backend",
         "--rdzv-endpoint",
         "--offload-group-size",
+        "--host-memory",
     }  # setup.py, pip, docker, benchmarks, tests, torchrun, vLLM
     for page in ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         text = (ROOT / page).read_text(encoding="utf-8")
