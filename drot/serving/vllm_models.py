@@ -26,6 +26,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
+from drot.machine.devices import check_gpu, is_gpu
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.boundary import NORM_PREFIX, ROTATION_MODULE
 from drot.model.mixins import mix
@@ -101,6 +102,8 @@ def add_down_rotation(mlp: Any, width: int, size: int) -> None:
     blocks = width // size // ranks
     # vLLM sets both while it builds a model
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    if is_gpu(device):
+        check_gpu(device)  # of a dense checkpoint nothing else does
     rotation = BlockRotation(blocks, size, dtype=dtype, device=device)
 
     def load(parameter: Tensor, loaded: Tensor) -> None:
