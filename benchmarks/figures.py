@@ -27,7 +27,7 @@ PAGES = (
 )
 #: recipes of the rows `records`: the baseline, a solver alone, the default, and `best`
 PLAIN, SOLVER, DEFAULT = "not rotated", "not rotated, solver of balanced", "full, balanced"
-BEST = "full, best"
+BEST = "full, best, 100 steps"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: columns of the share of a gap
 GAP = ("gap closed", "of its logarithm")

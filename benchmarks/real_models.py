@@ -59,6 +59,8 @@ RECORDS: dict[str, Recipe] = {
         for point in POINTS
         for quality in QUALITIES
     },
+    "full, balanced, 200 steps": RECIPES["full, balanced"].replace(steps=200),
+    **{f"{point}, best, 100 steps": RECIPES[f"{point}, best"].replace(steps=100) for point in POINTS},
     "full, balanced, 50 steps, equal tokens": RECIPES["full, balanced, equal tokens"].replace(steps=50),
     "full, one shot": RECIPES["full, one shot"],
     "full without R3, one shot": RECIPES["sparsegpt 2:4"],
