@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from _harness import ROOT, add_csv, append_rows, commit, machine
-from perplexity import RECIPES
+from perplexity import RECIPES, with_100_steps
 
 import drot
 from drot.checkpoint.load import load_tokenizer
@@ -59,8 +59,6 @@ RECORDS: dict[str, Recipe] = {
         for point in POINTS
         for quality in QUALITIES
     },
-    "full, balanced, 200 steps": RECIPES["full, balanced"].replace(steps=200),
-    **{f"{point}, best, 100 steps": RECIPES[f"{point}, best"].replace(steps=100) for point in POINTS},
     "full, balanced, 50 steps, equal tokens": RECIPES["full, balanced, equal tokens"].replace(steps=50),
     "full, one shot": RECIPES["full, one shot"],
     "full without R3, one shot": RECIPES["sparsegpt 2:4"],
@@ -79,6 +77,7 @@ RECORDS |= {
     f"full, balanced{weights}, recovered": RECIPES[f"full, balanced{weights}"].replace(recover="block")
     for weights in ("", ", equal tokens")
 }
+RECORDS |= with_100_steps(RECORDS)
 
 
 def smollm2(models: Path) -> Path:

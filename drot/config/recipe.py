@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 from drot.config.calibration import CalibrationConfig
 from drot.config.pruning import PruningConfig, RecoveryConfig
 from drot.config.recipe_file import read_sections
-from drot.config.rotation import QUALITY_STEPS, RotationConfig, with_point
+from drot.config.rotation import FAST_STEPS, RotationConfig, with_point
 from drot.config.settings import fields_of, settings, values_of
 from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError
@@ -91,15 +91,14 @@ class Recipe:
     def with_quality(self, quality: str) -> "Recipe":
         """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`.
 
-        `fast` and `best` also set the training steps of the optimizer `fast`, if the recipe rotates and sets
-        none.
+        `fast` also sets the training steps of the optimizer `fast`, if the recipe rotates and sets none.
         """
         if quality not in QUALITIES:
             raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {shortened(quality)}")
         fields, rotation = dict(QUALITIES[quality]), self.rotation
         trains = rotation.mode != "none" and rotation.optimizer == "fast"
-        if quality in QUALITY_STEPS and trains and rotation.steps is None:
-            fields["steps"] = QUALITY_STEPS[quality]
+        if quality == "fast" and trains and rotation.steps is None:
+            fields["steps"] = FAST_STEPS
         return self.replace(**fields)
 
     def to_dict(self) -> dict[str, Any]:

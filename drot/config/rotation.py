@@ -22,16 +22,16 @@ ProductDtype = Literal["float32", "bfloat16"]
 MOST_STEPS = 1_000_000
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
-OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper": (2000, 0.01)}
+OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (200, 0.3), "paper": (2000, 0.01)}
 #: The default learning rate of `fast` for the entropy, where it bounds the angles of a step.
 FAST_ENTROPY_LR = 0.7
 #: Optimizer → largest learning rate. The rate of `fast` is an angle, and π is half a turn. The rate of
 #: `paper` is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps
 #: nothing of A.
 LARGEST_LR = {"fast": math.pi, "paper": 100.0}
-#: Quality → training steps with the optimizer `fast`, if they are not its default. benchmarks/README.md has
-#: what more steps give.
-QUALITY_STEPS = {"fast": 50, "best": 200}
+#: Training steps of the quality `fast` with the optimizer `fast`. benchmarks/README.md has what more steps
+#: give.
+FAST_STEPS = 50
 #: The default of `training_tokens`. With more the model is not better (benchmarks/README.md).
 TRAINING_TOKENS = 32
 #: The size of the blocks of R3 that `auto` takes, and the smallest below it for which R3 is worth its time.
@@ -116,9 +116,7 @@ class RotationConfig:
     direction for the entropy. paper: Adam through QR.
     """
     steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
-    """Training steps for each layer. Default: 100 for fast, 2000 for paper; 50 with the quality fast, and 200
-    with the quality best.
-    """
+    """Training steps for each layer. Default: 200 for fast, 2000 for paper; 50 with the quality fast."""
     lr: float | None = Field(default=None, gt=0)
     """Learning rate; of fast the largest angle of a step in radians. Default: 0.3 for fast, 0.01 for paper;
     0.7 for fast with `objective` entropy.

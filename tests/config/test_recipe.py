@@ -23,7 +23,7 @@ from drot.config import (
     RotationConfig,
     resolve,
 )
-from drot.config.rotation import POINTS, QUALITY_STEPS, TRAINING_TOKENS, point_of
+from drot.config.rotation import FAST_STEPS, POINTS, TRAINING_TOKENS, point_of
 from drot.config.settings import description_of
 from drot.core.errors import UserError
 
@@ -85,11 +85,11 @@ def test_a_quality_sets_its_fields_and_leaves_the_others(quality):
     assert json.loads(json.dumps(recipe.to_dict())) == recipe.to_dict()
 
 
-@pytest.mark.parametrize("quality", QUALITIES)
-def test_a_quality_sets_the_steps_that_nothing_else_sets(quality):
-    assert Recipe().with_quality(quality).rotation.steps == QUALITY_STEPS.get(quality)
+def test_fast_sets_the_steps_that_nothing_else_sets():
+    assert Recipe().with_quality("fast").rotation.steps == FAST_STEPS
+    assert Recipe().with_quality("best").rotation.steps is None
     for rotation in (RotationConfig(steps=7), RotationConfig(optimizer="paper"), RotationConfig(mode="none")):
-        assert Recipe(rotation=rotation).with_quality(quality).rotation == rotation
+        assert Recipe(rotation=rotation).with_quality("fast").rotation == rotation
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,7 @@ def test_the_descriptions_name_the_defaults():
     """They are docstrings, which cannot hold the values of constants."""
     for section, field, values in (
         (PruningConfig, "damping", (DAMPING, PUBLISHED_DAMPING)),
-        (
-            RotationConfig,
-            "steps",
-            (*(steps for steps, _ in OPTIMIZER_DEFAULTS.values()), *QUALITY_STEPS.values()),
-        ),
+        (RotationConfig, "steps", (*(steps for steps, _ in OPTIMIZER_DEFAULTS.values()), FAST_STEPS)),
         (RotationConfig, "lr", (*(rate for _, rate in OPTIMIZER_DEFAULTS.values()), FAST_ENTROPY_LR)),
         (RotationConfig, "training_tokens", (TRAINING_TOKENS,)),
         (CalibrationConfig, "seqlen", (SEQLEN,)),
