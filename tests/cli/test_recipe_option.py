@@ -78,7 +78,7 @@ def test_a_quality_replaces_three_fields(calls, tmp_path):
 
 @pytest.mark.parametrize(
     ("quality", "steps", "expected"),
-    [("fast", 100, 50), ("balanced", 50, 100), ("best", 50, 100), ("fast", None, 50)],
+    [("fast", 100, 50), ("balanced", 50, 200), ("best", 50, 200), ("fast", None, 50)],
 )
 def test_a_quality_names_the_steps_of_a_recipe_too(calls, tmp_path, quality, steps, expected):
     """A recipe of a manifest holds every value, also those that nobody has named."""
