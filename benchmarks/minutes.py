@@ -140,17 +140,24 @@ class OfLayer:
 
 
 def minutes_of(
-    shape: str, quality: str, nsamples: int, seqlen: int, size: int = 1, host_memory: float = HOST_MEMORY
+    shape: str,
+    quality: str,
+    nsamples: int,
+    seqlen: int,
+    size: int = 1,
+    host_memory: float = HOST_MEMORY,
+    steps: int | None = None,
 ) -> tuple[dict[str, float], Counter[tuple[str, str]], int]:
     """Step → seconds of a layer; the seconds of its ops; and the most bytes that tensors took on a GPU.
 
-    size: the number of ranks. host_memory: bytes of main memory for each GPU.
+    size: the number of ranks. host_memory: bytes of main memory for each GPU. steps: of the training of a
+    rotation; None for those of the quality.
 
     The step `copies` is what a run waits for copies and files, as far as no work hides them; `send` is what
     the ranks send; `beside` is of the whole run, and not of a layer.
     """
     dense, config = size > 1, SHAPES[shape]
-    asked = Recipe().replace(mode="layer", hessians="dense" if dense else "sequential")
+    asked = Recipe().replace(mode="layer", hessians="dense" if dense else "sequential", steps=steps)
     recipe = resolve(
         asked.with_quality(quality),
         device="cuda",
@@ -241,6 +248,7 @@ def main() -> None:
     parser.add_argument("--nsamples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--ranks", nargs="+", type=int, default=[], help="numbers of GPUs; writes scale.csv")
+    parser.add_argument("--steps", type=int, help="training steps; default: those of the quality")
     parser.add_argument("--host-memory", type=float, default=HOST_MEMORY / 1e9, help="GB for each GPU")
     parser.add_argument("--ops", type=int, default=0, help="how many ops of a layer are named")
     add_csv(parser)
@@ -253,8 +261,9 @@ def main() -> None:
             alone = None
             for ranks in sorted({1, *options.ranks}):
                 seconds, ops, peak = minutes_of(
-                    shape, quality, options.nsamples, options.seqlen, ranks, 1e9 * options.host_memory
-                )
+                    shape, quality, options.nsamples, options.seqlen, ranks, 1e9 * options.host_memory,
+                    options.steps,
+                )  # fmt: skip
                 row = {"model": shape, "quality": quality, **show(shape, quality, ranks, seconds)}
                 fits = "fit" if peak <= GPU_MEMORY else "DO NOT FIT"
                 print(f"  tensors take {peak / 1e9:.0f} GB of a GPU: they {fits} into {GPU_MEMORY / 1e9:.0f}")

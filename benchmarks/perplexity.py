@@ -107,7 +107,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def with_100_steps(recipes: dict[str, Recipe]) -> dict[str, Recipe]:
-    """Those of the recipes that train by default, with 100 steps: their rows are older than the 200 steps."""
+    """Name → recipe of the rows that were measured when 100 training steps were the default."""
     return {
         f"{name}, 100 steps": recipe.replace(steps=100)
         for name, recipe in recipes.items()
@@ -115,7 +115,7 @@ def with_100_steps(recipes: dict[str, Recipe]) -> dict[str, Recipe]:
     }
 
 
-RECIPES |= with_100_steps(RECIPES)
+OLDER = with_100_steps(RECIPES)
 
 
 def arguments() -> argparse.Namespace:
@@ -126,7 +126,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nsamples", type=int, default=CALIBRATION.nsamples)
     parser.add_argument("--seqlen", type=int, default=CALIBRATION.seqlen)
     parser.add_argument(
-        "--only", action="append", choices=RECIPES, help="a recipe; may be given more than once"
+        "--only", action="append", choices=RECIPES | OLDER, help="a recipe; may be given more than once"
     )
     parser.add_argument("--device", default="auto")
     add_csv(parser)
@@ -168,9 +168,10 @@ def main() -> None:
     }
     dense = measure(drot.load(options.model, device=options.device, dtype="float32"))
     for name in options.only or RECIPES:
-        plain = not_rotated(*(getattr(RECIPES[name].pruning, field) for field in MASK))
+        recipe = (RECIPES | OLDER)[name]
+        plain = not_rotated(*(getattr(recipe.pruning, field) for field in MASK))
         started = time.perf_counter()
-        found = pruned(RECIPES[name])
+        found = pruned(recipe)
         seconds = "" if options.untimed else f"{time.perf_counter() - started:.0f}"
         for text, value in found.items():
             gap = f"{(plain[text] - value) / (plain[text] - dense[text]):.0%} of the gap"

@@ -77,7 +77,7 @@ RECORDS |= {
     f"full, balanced{weights}, recovered": RECIPES[f"full, balanced{weights}"].replace(recover="block")
     for weights in ("", ", equal tokens")
 }
-RECORDS |= with_100_steps(RECORDS)
+OLDER = with_100_steps(RECORDS)
 
 
 def smollm2(models: Path) -> Path:
@@ -111,7 +111,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, default=512, help="tokens of a window of either text")
     parser.add_argument("--eval-tokens", type=int, default=16384)
     parser.add_argument("--seed", type=int, action="append", help="may be given more than once; default: 0")
-    parser.add_argument("--only", action="append", choices=RECORDS, help="may be given more than once")
+    parser.add_argument(
+        "--only", action="append", choices=RECORDS | OLDER, help="may be given more than once"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--untimed", action="store_true", help="the machine is busy: leave out the seconds")
     add_csv(parser)
@@ -142,11 +144,12 @@ def main() -> None:
         "tokens": settings.nsamples * options.seqlen,
     }
     for name in options.only or RECORDS:
+        recipe = (RECORDS | OLDER)[name]
         for seed in options.seed or [0]:
             drawn = dataclasses.replace(settings, seed=seed)
             started = time.perf_counter()
             pruned: Any = drot.prune(
-                source, dataclasses.replace(RECORDS[name], calibration=drawn), tokenizer=tokenizer,
+                source, dataclasses.replace(recipe, calibration=drawn), tokenizer=tokenizer,
                 device=options.device, dtype="float32", save_dtype="float32",
             ).model  # fmt: skip
             seconds = time.perf_counter() - started

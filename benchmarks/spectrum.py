@@ -4,8 +4,8 @@
 
 The effective rank (Roy & Vetterli 2007) of weights is exp of the entropy of their squared singular values,
 each over their sum. It is shown over the largest rank that the weights can have: 1 if all directions carry
-as much. A rotation concentrates the importance in few columns only if
-the weights use few directions. One line a model and input group, over all layers: least, median and most.
+as much. A rotation concentrates the importance in few columns only if the weights use few directions. Each
+line is an input group of a model: the least, the median and the most over its layers.
 """
 
 import argparse

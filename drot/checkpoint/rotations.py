@@ -30,7 +30,8 @@ FIRST_R3 = "layers.0.r3"
 def save_rotations(path: Path, rotations: Iterable[LayerRotation], record: dict[str, Any]) -> None:
     """Writes the rotations of all layers in fp32. Raises WriteError if writing fails.
 
-    rotations: those of the layers in order. One after the other is in memory, the numbers of fp32 of all.
+    rotations: those of the layers in order. They are asked for one by one; their fp32 copies are all in
+        memory until the file is written.
     record: the recipe, the model and the calibration. The file's metadata holds it, and a digest of it and of
         the tensors.
     """

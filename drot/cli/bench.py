@@ -29,12 +29,12 @@ def bench(
         shape [llama-2-7b|llama-3-8b|llama-3-70b|llama-3-405b|qwen2.5-7b|qwen3-8b]: Instead of MODEL: time
             a decoder layer with random weights in the dimensions of this model.
         tokens N,...: Time a prefill of one sequence, for each of these numbers of tokens, as in 128,2048.
-            Without --tokens and --batch: 128 to 8192 tokens, on a CPU 128, and at most the positions
-            that a model has learned, as OPT has.
+            Without --tokens and --batch: 128 to 8192 tokens, on a CPU 128. A model with a table of positions,
+            such as OPT, takes at most as many tokens as the table has rows.
         batches N,...: Time the decoding of one token per sequence, for each of these numbers of sequences, as
             in 1,8. Without --tokens and --batch: 1 to 32 sequences, on a CPU 1 and 8.
-        compile: With MODEL: time one sequence also with the compiled step of drot chat --compile, both of
-            the dense weights and of MODEL. Compiling takes 5 to 20 seconds for each.
+        compile: With MODEL: also time one sequence with the compiled step of drot chat --compile, for the
+            dense weights and for MODEL. Each takes 5 to 20 seconds to compile.
         repeats: Repetitions of each case. The table shows the median, and below 3 repetitions no verdict.
     Run:
         device:

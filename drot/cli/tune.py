@@ -25,7 +25,8 @@ def tune(
         model MODEL: A packed model: a name on the Hugging Face hub, or a local folder.
     Cases:
         tokens N,...: Tokens of the products, as in 512,2048. Each stands for all numbers up to the next power
-            of two. Default: 32 to 8192, and at most the positions that a model has learned, as OPT has.
+            of two. Default: 32 to 8192. A model with a table of positions, such as OPT, takes at most as many
+            tokens as the table has rows.
     Run:
         device:
         dtype: Dtype of the weights. auto is the dtype of the checkpoint.
