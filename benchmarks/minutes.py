@@ -203,31 +203,31 @@ def minutes_of(
     seconds["copies"] += waits(seconds["weigh"], (size_read, other))
     if hashed:
         seconds["copies"] += bytes_read / DISK
-    # a thread reads the next layer and copies it to the GPU; another copies the layer before home, writes it
-    # and hashes it
-    reader, writer = again, (written, written / HASH + layer.home / HOST)
+    # a thread reads the next layer and copies it to the GPU; another copies the layer before home and writes
+    # it; a third hashes the layer before that
+    reader, writer, hasher = again, (written, layer.home / HOST), (0.0, written / HASH)
     of_file = rotation / DISK + rotation / HASH
-    beside = waits(0.0, writer)  # of the last layer
+    beside = waits(0.0, writer) + hasher[1]  # of the last layer
     if dense:
         of_pass, of_training = layer.before[0], trained * layer.before[1]
         # some layers of a batch are read while the batch before is trained, the others while it is calibrated
         late = (1 - layer.layers_ahead / size) * waits(of_pass, reader)
         training = of_pass + of_training
-        seconds["copies"] += max(late, waits(training, reader, (rotation, rotation / HASH)))
+        seconds["copies"] += max(late, waits(training, reader, (rotation, 0.0), (0.0, rotation / HASH)))
         work -= training
         read_ahead = layer.ahead, layer.ahead / HASH
-        seconds["copies"] += waits(work, reader, writer, read_ahead)
+        seconds["copies"] += waits(work, reader, writer, hasher, read_ahead)
         # the last batch of rotations is written while the first layer is pruned; a run waits for the first
         # rotation, and for those of the embedding and the head
         beside += max(0.0, size * of_file - work) + 3 * of_file
     else:
         # for the check of random rotations the layers are read too
         seconds["copies"] += waits(seconds["check"], reader)
-        seconds["copies"] += waits(work - seconds["check"], reader, writer)
+        seconds["copies"] += waits(work - seconds["check"], reader, writer, hasher)
     # the ends are read twice and written, copied there and back, and hashed
     beside += START + sum(layer.first.values()) + layer.drawn + ends * (3 / DISK + 2 / HOST + 1 / HASH)
     if recipe.recovery.distill_epochs:  # the layers are read once more, and a thread writes them
-        seconds["copies"] += waits(0.0, again) + waits(0.0, writer)
+        seconds["copies"] += waits(0.0, again) + waits(0.0, writer, hasher)
     seconds["beside"] = beside
     return seconds, ops, layer.peak
 

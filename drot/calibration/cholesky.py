@@ -43,7 +43,7 @@ def cholesky_(matrix: Tensor, ranks: Ranks = ALONE) -> Tensor:
     ranks: those that have the same matrix, and share the work, unless it is a batch. So in the other
         functions.
     """
-    ranks = _sharing(matrix, ranks)
+    ranks = sharing(matrix, ranks)
     if matrix.shape[-1] <= _block(matrix):
         if is_gpu(matrix.device) and matrix.dim() > 2 and matrix.shape[-1] > MOST_IN_BATCH:
             return torch.stack([cholesky_(one) for one in matrix])
@@ -69,7 +69,8 @@ def inverse_of_factor_(lower: Tensor, ranks: Ranks = ALONE) -> None:
     _gram_(lower, ranks)
 
 
-def _sharing(matrix: Tensor, ranks: Ranks) -> Ranks:
+def sharing(matrix: Tensor, ranks: Ranks) -> Ranks:
+    """Those of `ranks` that share the work on `matrix`: only this one for a batch, and for a small matrix."""
     return ranks if matrix.dim() == 2 and len(matrix) > WHOLE else ALONE
 
 
@@ -87,7 +88,7 @@ def _quarters(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def invert_lower_(lower: Tensor, ranks: Ranks = ALONE) -> None:
     """Replaces lower triangular matrices L [..., n, n], fp32 or fp64, with 0 above the diagonal, by L⁻¹."""
-    ranks = _sharing(lower, ranks)
+    ranks = sharing(lower, ranks)
     if lower.shape[-1] <= _block(lower):
         identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
         lower.copy_(torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False))
@@ -102,7 +103,7 @@ def invert_lower_(lower: Tensor, ranks: Ranks = ALONE) -> None:
 
 def _gram_(lower: Tensor, ranks: Ranks = ALONE) -> None:
     """L ← Lᵀ L."""
-    ranks = _sharing(lower, ranks)
+    ranks = sharing(lower, ranks)
     if lower.shape[-1] <= _block(lower):
         lower.copy_(lower.mT @ lower)
         return

@@ -132,8 +132,8 @@ class RunState:
     else. The folder is created with the first part. Its run.json holds the identity of the run, and its
     parts.json the hashes and the records of the parts.
 
-    Inside the context `saving`, `save_later` writes parts in a thread while the run goes on, and another
-    thread reads the part of `read_ahead`.
+    Inside the context `saving`, `save_later` writes parts in a thread while the run goes on, a second thread
+    hashes them, and a third reads the part of `read_ahead`.
 
     A part that does not fit its hashes is computed again. The parts after it are kept if the new tensors
     equal the lost ones, as they do on the same machine with the same number of threads; otherwise they are
@@ -152,9 +152,12 @@ class RunState:
         self.folder = partial_folder(out)
         self.identity = identity
         self._lock = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._hasher: ThreadPoolExecutor | None = None
         self._reader: ThreadPoolExecutor | None = None
-        self._under_way: Future[None] | None = None
+        self._written: Future[list[Future[None]]] | None = None
+        self._hashed: list[Future[None]] = []
+        self._coming: set[str] = set()  # parts of `save_later`; the journal may hold their files of before
         self._ahead: dict[str, Future[Any]] = {}
         self._parts: dict[str, Any] = {}
         self._machine = json.loads(json.dumps(machine))  # as it is read from the journal
@@ -201,7 +204,11 @@ class RunState:
 
         All parts are written when it ends, also after an error.
         """
-        with background_thread("drot-save") as self._thread, background_thread("drot-read") as self._reader:
+        with (
+            background_thread("drot-hash") as self._hasher,
+            background_thread("drot-save") as self._writer,
+            background_thread("drot-read") as self._reader,
+        ):
             try:
                 yield
             except BaseException:
@@ -211,37 +218,60 @@ class RunState:
             self.wait()
 
     def save_later(self, parts: Mapping[str, tuple[Mapping[str, torch.Tensor], Any]]) -> None:
-        """As `save` for each name → (tensors, record) of `parts`, in a thread, when those before are written.
+        """As `save` for each name → (tensors, record) of `parts`, in threads, when those before are written.
 
-        Tensors on a GPU are copied in the thread. No tensor may change before the context ends. Raises the
-        WriteError of the parts before.
+        The parts before are hashed meanwhile. Tensors on a GPU are copied in a thread. No tensor may change
+        before the context ends. Raises the WriteError of the parts before.
         """
-        assert self._thread is not None, "`save_later` needs the context `saving`"
-        self.wait()
+        assert self._writer is not None, "`save_later` needs the context `saving`"
+        last = self._end_of_writing()
+        self._end_of_hashing()
+        self._hashed = last
+        with self._lock:
+            self._coming = self._coming | set(parts)
         coming = [(name, copied_home(tensors), record) for name, (tensors, record) in parts.items()]
 
-        def save_all() -> None:
+        def write_all() -> list[Future[None]]:
+            hashed = []
             for name, copies, record in coming:
-                self.save(name, copies(), record)
+                self._write(name, copies())
+                assert self._hasher is not None
+                hashed.append(self._hasher.submit(self._enter, name, record))
+            return hashed
 
-        self._under_way = self._thread.submit(save_all)
+        self._written = self._writer.submit(write_all)
 
     def wait(self) -> None:
-        """Waits until all parts of `save_later` are written. Raises the WriteError of one that is not."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        """Waits until all parts of `save_later` are saved. Raises the WriteError of one that is not."""
+        self._hashed += self._end_of_writing()
+        self._end_of_hashing()
+
+    def _end_of_writing(self) -> list[Future[None]]:
+        """Waits until the last parts are written; returns what hashes them."""
+        written, self._written = self._written, None
+        return [] if written is None else written.result()
+
+    def _end_of_hashing(self) -> None:
+        hashed, self._hashed = self._hashed, []
+        for each in hashed:
+            each.result()
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
         """Writes the part `name`. Several threads may call it at the same time.
 
         Raises WriteError if writing fails; the parts before it are kept.
         """
+        self._write(name, tensors)
+        self._enter(name, record)
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         self._begin()
-        file = self.file(name)
-        with new_file(file) as part:
+        with new_file(self.file(name)) as part:
             save_shard(tensors, part)
-        entry = {**file_record(file).model_dump(), "machine": self._machine}
+
+    def _enter(self, name: str, record: Any) -> None:
+        """Hashes the file of the part `name`, and enters the part in the journal."""
+        entry = {**file_record(self.file(name)).model_dump(), "machine": self._machine}
         entry["record"] = json.dumps(record)
         with self._lock:
             parts = self._parts | {name: entry}
@@ -255,6 +285,7 @@ class RunState:
                     )  # fmt: skip
             write_json(self.folder / JOURNAL, with_digest(parts))
             self._parts = parts
+            self._coming = self._coming - {name}
 
     def _begin(self) -> None:
         """Creates the folder and run.json before the first part."""
@@ -295,7 +326,7 @@ class RunState:
 
         Raises UserError if the file was lost or damaged since then.
         """
-        if name not in self._parts:
+        if name not in self._parts or name in self._coming:
             self.wait()
         ahead = self._ahead.pop(name, None)
         if (found := ahead.result() if ahead else self._read(name)) is None:
@@ -317,7 +348,7 @@ class RunState:
             tensors, record = found
             return {key: in_main_memory(tensor, device) for key, tensor in tensors.items()}, record
 
-        if name in self._parts and name not in self._ahead:
+        if name in self._parts and name not in self._coming and name not in self._ahead:
             self._ahead = {name: self._reader.submit(read)}
 
     def discard(self) -> None:

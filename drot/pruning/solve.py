@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drot.calibration.cholesky import cholesky_, inverse_of_factor_
 from drot.calibration.hessian import (
     Figure,
     as_figure,
@@ -29,6 +28,7 @@ from drot.machine.products import add_product
 from drot.machine.ranks import ALONE, Ranks
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
+from drot.pruning.shifted_inverse import ShiftedInverse
 
 #: iterations of the conjugate gradients: on the mask of a method, and after ADMM, which ends near the least E
 PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM = 20, 10
@@ -36,7 +36,7 @@ PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM = 20, 10
 ADMM_ITERATIONS = 100
 #: penalty ρ of the first iteration, for a Hessian with ones on its diagonal
 ADMM_PENALTY = 0.3
-#: iterations between two changes of ρ, each of which takes an inverse
+#: iterations between two changes of ρ, each of which takes another inverse
 ADMM_INTERVAL = 4
 #: share of the kept weights that moved in ADMM_INTERVAL iterations → factor of ρ (ALPS, alps.py)
 ADMM_GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
@@ -206,12 +206,12 @@ def _admm(
     gradient = (target - start).mul_(1 / ADMM_PENALTY) @ hessian
     state = torch.where(removed, gradient, start)
     del gradient
-    inverse = _shifted_inverse(hessian, penalty, products, parts.ranks)
+    inverse = ShiftedInverse(hessian, penalty, products, parts.ranks.of_machine)
     before = removed
     for iteration in range(1, ADMM_ITERATIONS + 1):
         change = torch.where(removed, -state, state).sub_(target).to(products)
         state.mul_(removed).add_(target)
-        add_product(state, change, inverse)
+        add_product(state, change, inverse.matrix)
         removed = parts.mask(state.abs())
         if iteration % ADMM_INTERVAL == 0:
             moved = _share_moved(removed, before, parts.ranks)
@@ -224,11 +224,9 @@ def _admm(
             factor = torch.full_like(moved, ADMM_GROWTH[-1][1])
             for share, growth in reversed(ADMM_GROWTH[:-1]):
                 factor.masked_fill_(moved > share, growth)
-            penalty *= factor
             state.div_(torch.where(removed, factor[..., None, None].to(state), 1.0))
             before = removed
-            del inverse  # before the next: of a down_proj it is the largest matrix
-            inverse = _shifted_inverse(hessian, penalty, products, parts.ranks)
+            inverse.grow(factor)
     for places, of_state, of_removed in ended:
         state[places], removed[places] = of_state, of_removed
     iterations.masked_fill_(iterations == 0, iteration)
@@ -241,13 +239,3 @@ def _share_moved(removed: Tensor, before: Tensor, ranks: Ranks) -> Tensor:
     ranks.add_(sums)
     changed, kept = sums.cpu()
     return changed / kept.clamp_min(1.0)
-
-
-def _shifted_inverse(hessian: Tensor, shift: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor:
-    """shift · (H + shift · I)⁻¹ in `dtype`, with a shift for each H. ranks: those that have the same H."""
-    shifted, shift = hessian.clone(), shift.to(hessian)[..., None]
-    diagonal_of(shifted).add_(shift)
-    if not cholesky_(shifted, ranks.of_machine).all():
-        raise torch.linalg.LinAlgError("the Hessian of ADMM has no Cholesky factor")
-    inverse_of_factor_(shifted, ranks.of_machine)
-    return shifted.mul_(shift[..., None]).to(dtype)

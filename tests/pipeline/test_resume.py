@@ -16,7 +16,7 @@ from small_models import random_tokens, small_model
 import drot
 from drot.checkpoint.integrity import folder_records
 from drot.checkpoint.manifest import read_manifest
-from drot.checkpoint.resume import RunState, identity_differences
+from drot.checkpoint.resume import RunState, identity_differences, read_journal
 from drot.cli import app as cli
 from drot.core import hashes
 from drot.core.errors import UserError
@@ -63,19 +63,19 @@ def whole(tmp_path_factory):
 
 def test_a_layer_is_written_while_the_next_one_is_pruned(tmp_path, monkeypatch):
     """The thread that saves layer 0 goes on when layer 1 has begun; the parts are in the order of layers."""
-    began, names, real = threading.Event(), [], RunState.save
+    began, names, real = threading.Event(), [], RunState._write
 
-    def save(self, name, tensors, record):
+    def write(self, name, tensors):
         if name == "layer_00000":
             assert began.wait(60)
-        real(self, name, tensors, record)
+        real(self, name, tensors)
         names.append((name, threading.current_thread() is threading.main_thread()))
 
     def see(event):
         if (event.phase, event.layer) == ("prune", 1):
             began.set()
 
-    monkeypatch.setattr(RunState, "save", save)
+    monkeypatch.setattr(RunState, "_write", write)
     prune(tmp_path / "out", progress=see)
     parts = [f"layer_{index:05d}{beside}" for index in range(3) for beside in ("", "_run")]
     assert names == [(part, False) for part in parts]
@@ -84,22 +84,57 @@ def test_a_layer_is_written_while_the_next_one_is_pruned(tmp_path, monkeypatch):
 def test_an_error_of_the_thread_ends_the_run(tmp_path, monkeypatch):
     """At the next layer, with what was saved before; an error of the run itself goes first."""
 
-    def save(self, name, tensors, record):
+    def write(self, name, tensors):
         if name == "layer_00001":
             raise WriteError(f"cannot write {name}: No space left on device")
-        real(self, name, tensors, record)
+        real(self, name, tensors)
 
-    real = RunState.save
+    real = RunState._write
     for error, progress in ((UserError, lambda e: None), (ZeroDivisionError, lambda e: 1 / (e.layer != 2))):
         out = tmp_path / error.__name__
-        monkeypatch.setattr(RunState, "save", save)
+        monkeypatch.setattr(RunState, "_write", write)
         with pytest.raises(error) as caught:
             prune(out, progress=progress)
-        monkeypatch.setattr(RunState, "save", real)
+        monkeypatch.setattr(RunState, "_write", real)
         if error is UserError:
             assert "cannot write layer_00001: No space left" in str(caught.value)
             assert "continue with `resume=True`" in str(caught.value)
         assert resumed(out)[0] == [1, 2]
+
+
+def test_a_part_is_hashed_while_the_next_one_is_written(tmp_path, monkeypatch):
+    """And never more than two are on their way: the third waits until the first is in the journal."""
+    state, began, real = RunState(tmp_path / "out", {"model": "m"}), threading.Event(), RunState._enter
+
+    def enter(self, name, record):
+        if name == "a":
+            assert began.wait(60)
+        real(self, name, record)
+
+    def write(self, name, tensors, real=RunState._write):
+        real(self, name, tensors)
+        if name == "b":
+            began.set()
+        if name == "c":
+            assert "a" in self._parts
+
+    monkeypatch.setattr(RunState, "_enter", enter)
+    monkeypatch.setattr(RunState, "_write", write)
+    with state.saving():
+        for name in "abc":
+            state.save_later({name: ({"x": torch.ones(2)}, name)})
+    assert [state.load(name)[1] for name in "abc"] == ["a", "b", "c"]
+    assert list(read_journal(state.folder / "parts.json")) == ["a", "b", "c"]
+
+
+def test_an_error_of_the_hash_ends_the_run(tmp_path, monkeypatch):
+    def enter(self, name, record):
+        raise OSError(f"{name} cannot be read")
+
+    monkeypatch.setattr(RunState, "_enter", enter)
+    state = RunState(tmp_path / "out", {})
+    with pytest.raises(OSError, match="a cannot be read"), state.saving():
+        state.save_later({"a": ({"x": torch.ones(2)}, None)})
 
 
 def flip(file, offset=-1):
@@ -173,15 +208,15 @@ def test_what_depends_on_another_result_is_computed_again(lost, again, tmp_path,
     """Another machine computes a lost part with other bytes: the parts after it do not fit any more."""
     chosen, out = recipe(hessians="dense"), tmp_path / "out"
     flip(interrupted(out, chosen) / f"{lost}.safetensors")
-    save = RunState.save
+    write = RunState._write
 
-    def save_other(self, name, tensors, record):
+    def write_other(self, name, tensors):
         if name == lost:
             # as another machine would round
             tensors = {k: t * (1 + 1e-6) if t.is_floating_point() else t for k, t in tensors.items()}
-        save(self, name, tensors, record)
+        write(self, name, tensors)
 
-    monkeypatch.setattr(RunState, "save", save_other)
+    monkeypatch.setattr(RunState, "_write", write_other)
     pruned, _ = resumed(out, chosen)
     assert pruned == again
     later = "layer_00000_run, layer_00001, layer_00001_run"

@@ -49,19 +49,19 @@ def test_a_rotation_is_written_once_and_read_once(boundary, files, tmp_path, mon
 
 
 def test_a_rotation_is_written_while_the_next_one_is_trained(tmp_path, monkeypatch):
-    began, names, real = threading.Event(), [], RunState.save
+    began, names, real = threading.Event(), [], RunState._write
 
-    def save(self, name, tensors, record):
+    def write(self, name, tensors):
         if name == "rotation_00000":
             assert began.wait(60)
-        real(self, name, tensors, record)
+        real(self, name, tensors)
         names.append(name)
 
     def see(event):
         if (event.phase, event.layer) == ("rotate", 1):
             began.set()
 
-    monkeypatch.setattr(RunState, "save", save)
+    monkeypatch.setattr(RunState, "_write", write)
     prune(chosen=one_shot(hessians="dense"), out=tmp_path / "out", progress=see)
     assert names[:3] == [f"rotation_{index:05d}" for index in range(3)]
 

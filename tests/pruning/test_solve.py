@@ -15,8 +15,8 @@ from drot.pruning import (
     prune_weight,
     solve_kept_weights,
 )
-from drot.pruning import solve as solve_module
 from drot.pruning.result import output_error
+from drot.pruning.shifted_inverse import ShiftedInverse
 from drot.pruning.solve import (
     ADMM_INTERVAL,
     PCG_ITERATIONS,
@@ -146,10 +146,8 @@ def test_the_linears_of_a_group_share_their_inverses(device, monkeypatch):
     weights, patterns = weight.split([8, 16, 24]), ("2:4", "0.5", "4:8")
     sparsities = [Sparsity.parse(pattern) for pattern in patterns]
     inverses = []
-    real = solve_module._shifted_inverse
-    monkeypatch.setattr(
-        solve_module, "_shifted_inverse", lambda *args: inverses.append(args[1]) or real(*args)
-    )
+    real = ShiftedInverse._inverse
+    monkeypatch.setattr(ShiftedInverse, "_inverse", lambda self: inverses.append(self) or real(self))
     starts = [prune_wanda(w, hessian.diagonal(), s) for w, s in zip(weights, sparsities, strict=True)]
     found = solve_kept_weights(starts, weights, hessian, sparsities, solver="admm", damping=DAMPING)
     (iterations,) = {outcome.admm_iterations for outcome in found}
