@@ -3,7 +3,8 @@
 `1gb` has random weights in the shape of LLaMA: the layers of LLaMA-3.2-1B, eight of them, with an embedding
 and a head that have the share of the weights that they have in LLaMA-3-8B, an eighth. `tiny` is the embedded
 model, which is so small that starting a product takes about as long as computing it. The smallest weights are
-set to zero and the rotations are random, which does not change the time of a token.
+set to zero and the rotations are random, which does not change the time of a token. `8b` is two layers of
+LLaMA-3-8B with a small vocabulary, and times what the blocks of R3 cost: 2:4 with them against 2:4.
 
 --compiled times the dense model and the last variant with a compiled decode step too (drot serve --compile).
 --llama-cpp runs llama-bench of llama.cpp on GGUF files of the same shape, after the other variants.
@@ -34,20 +35,23 @@ PROMPT, NEW_TOKENS = 1, 128
 #: the block of R3 that the default recipe has
 BLOCK = 64
 BLOCKS, FULL = "2:4 + blocks", "2:4 + blocks + rotation"
+GIGABYTE = "LLaMA shape of 1 GB"
 #: what each variant of the model of 1 GB should reach: times as fast as dense, and times the memory
 AIMS = {SPARSE: 1.5, BLOCKS: 1.5, FULL: 1.3}
 MEMORY = 0.65
+#: how fast 2:4 with the blocks of R3 should be at least, against 2:4 without them
+WITH_BLOCKS = 1 / 1.03
 
 
-def gigabyte() -> PreTrainedModel:
-    """A random model of about 1 GB in bfloat16."""
+def random_model(hidden: int, inner: int, layers: int, vocabulary: int) -> PreTrainedModel:
+    """A model of LLaMA's kind with 32 heads, in bfloat16."""
     config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
+        hidden_size=hidden,
+        intermediate_size=inner,
         num_attention_heads=32,
         num_key_value_heads=8,
-        num_hidden_layers=8,
-        vocab_size=16384,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
         max_position_embeddings=2048,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
@@ -108,9 +112,11 @@ def with_compiled(found: dict[str, PreTrainedModel]) -> Iterator[tuple[str, PreT
         )
 
 
-def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) -> None:
-    """Prints the rows of a model, and with --csv appends them."""
+def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options, peer: str = DENSE) -> None:
+    """Prints the rows of a model, and with --csv appends them. With another peer, only it and `aims`."""
     found = variants(model)
+    if peer != DENSE:
+        found = {each: found[each] for each in (peer, *aims)}
     prompt = torch.randint(model.config.vocab_size, (1, PROMPT), device=model.device)
     settings = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)
     length = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
@@ -123,7 +129,7 @@ def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) ->
     )
     memory = {name: weight_bytes(variant, "model") / 2**20 for name, variant in found.items()}
     memory |= {name: memory[name.removesuffix(", compiled")] for name in calls}
-    if options.llama_cpp and name != "tiny-llama":
+    if options.llama_cpp and name == GIGABYTE:
         program, *files = options.llama_cpp
         for file in files:
             kind, timing, mib = llama_cpp(program, file, options)
@@ -133,7 +139,7 @@ def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) ->
         f"{name}, {NEW_TOKENS} tokens, {str(model.dtype).removeprefix('torch.')}"
         + ", processor time" * options.processor_time,
         timings,
-        peer=DENSE,
+        peer=peer,
         aims=aims,
         columns={
             name: {"tokens_per_second": f"{NEW_TOKENS / timing.median:.2f}", "mib": f"{memory[name]:.0f}"}
@@ -142,7 +148,7 @@ def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) ->
         device=options.device,
         save=options.csv,
     )
-    for name in aims:
+    for name in aims if peer == DENSE else ():
         share = memory[name] / memory[DENSE]
         print(
             f"  {name:<28} {share:.3f} of the memory, at most {MEMORY}: "
@@ -152,7 +158,8 @@ def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) ->
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--model", choices=["1gb", "tiny"], nargs="*", default=["1gb", "tiny"])
+    models = ["1gb", "8b", "tiny"]
+    parser.add_argument("--model", choices=models, nargs="*", default=models)
     dtypes = ["bfloat16", "float16", "float32"]
     parser.add_argument("--dtype", choices=dtypes, nargs="*", default=["bfloat16", "float32"], help="of tiny")
     add_processor_time(parser)
@@ -165,7 +172,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if "1gb" in options.model:
-        bench("LLaMA shape of 1 GB", gigabyte().to(options.device), AIMS, options)
+        bench(GIGABYTE, random_model(2048, 8192, 8, 16384).to(options.device), AIMS, options)
+    if "8b" in options.model:
+        model = random_model(4096, 14336, 2, 1024).to(options.device)
+        bench("two layers of LLaMA-3-8B", model, {BLOCKS: WITH_BLOCKS}, options, peer=SPARSE)
     if "tiny" in options.model:
         for dtype in options.dtype:
             model = load(MODEL, device=options.device, dtype=dtype)

@@ -34,6 +34,12 @@ GAP = ("gap closed", "of its logarithm")
 #: columns that say where a row comes from, and not what it measures
 ORIGIN = ("date", "commit", "machine", "torch", "transformers")
 
+#: what `records` and `generate` measure
+OF_RECORDS = ("dense", "perplexity", "kl", "equal_tokens", "seconds")
+OF_GENERATE = ("p20_us", "median_us", "p80_us", "ratio", "tokens_per_second", "mib")
+#: point of --rotation → the weights in the rows of bench_generate.py that it has when it is packed
+POINTS = {"stock": "2:4", "light": "2:4 + blocks", "full": "2:4 + blocks + rotation"}
+
 Row = dict[str, str]
 
 
@@ -270,7 +276,7 @@ def scale() -> str:
 def headline() -> str:
     """Each model and text of the rows `records`: what drot's parts add, as medians of the seeds."""
     recipes = (PLAIN, SOLVER, DEFAULT, BEST)
-    rows = read("records", "dense", "perplexity", "kl", "equal_tokens", "seconds")
+    rows = read("records", *OF_RECORDS)
     rows = [row for row in rows if row["recipe"] in recipes]
     cases: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
     for row in rows:
@@ -295,8 +301,7 @@ def headline() -> str:
 
 def records() -> str:
     """The runs of real_models.py: medians of the seeds, with the range where there are several."""
-    figures = ("dense", "perplexity", "kl", "equal_tokens", "seconds")
-    rows = read("records", *figures)
+    rows = read("records", *OF_RECORDS)
     runs: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         run = tuple(row[key] for key in ("model", "calibration", "tokens", "text", "recipe"))
@@ -365,19 +370,39 @@ def tiny_llama() -> str:
 
 
 def generate() -> str:
-    """Tokens a second of generate() and bytes of the weights, against the dense model."""
-    rows = read("generate", "p20_us", "median_us", "p80_us", "ratio", "tokens_per_second", "mib")
-    dense = {row["case"]: row["mib"] for row in rows if row["function"] == row["peer"]}
+    """Tokens a second of generate() and bytes of the weights, against the dense model or another peer."""
+    rows = read("generate", *OF_GENERATE)
+    peers = {row["case"]: row["mib"] for row in rows if row["function"] == row["peer"]}
     body = []
     for row in rows:
         cells = [row["case"], row["threads"], row["function"], f"{float(row['tokens_per_second']):.1f}"]
         speed = share = ""
         if row["function"] != row["peer"]:
-            speed = f"{row['ratio']} ×" + " (slower)" * (float(row["ratio"]) < 1)
-            share = f"{float(row['mib']) / float(dense[row['case']]):.3f} ×" if row["mib"] else ""
+            speed = f"{row['ratio']} × {row['peer']}" + " (slower)" * (float(row["ratio"]) < 1)
+            share = f"{float(row['mib']) / float(peers[row['case']]):.3f} ×" if row["mib"] else ""
         body.append([*cells, speed, row["mib"], share])
-    head = ["case", "threads", "weights", "tokens/s", "against dense", "MiB of weights", "against dense"]
+    head = ["case", "threads", "weights", "tokens/s", "as fast as", "MiB of weights", "of its peer's"]
     return table(head, body, rows)
+
+
+def points() -> str:
+    """The points of --rotation: perplexities of the default quality, and the cost of the rotations."""
+    records = [row for row in read("records", *OF_RECORDS) if row["calibration"] == "wikitext2-valid"]
+    timed = [row for row in read("generate", *OF_GENERATE) if row["case"].startswith("LLaMA shape of 1 GB")]
+    of_weights = {row["function"]: row for row in timed}
+    body, used = [], []
+    for point, weights in POINTS.items():
+        cells = []
+        for text in ("wikitext2-test", "python-heldout"):
+            rows = [r for r in records if (r["recipe"], r["text"]) == (f"{point}, balanced", text)]
+            cells.append(f"{statistics.median(float(row['perplexity']) for row in rows):.1f} ({len(rows)})")
+            used += rows
+        row = of_weights[weights]
+        share = float(row["mib"]) / float(of_weights["dense"]["mib"])
+        body.append([f"`{point}`", *cells, f"{float(row['ratio']):.2f} ×", f"{share:.3f} ×"])
+        used.append(row)
+    head = ["`--rotation`", "wikitext2-test (seeds)", "python-heldout (seeds)"]
+    return table([*head, "tokens a second", "bytes of all weights"], body, used)
 
 
 def serve() -> str:
@@ -465,6 +490,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiny_llama": tiny_llama,
     "swiglu_rotate": speeds("swiglu_rotate", "drot"),
     "generate": generate,
+    "points": points,
     "serve": serve,
 }
 

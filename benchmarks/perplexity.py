@@ -23,7 +23,7 @@ from _harness import add_csv, append_rows, commit, machine
 import drot
 from drot.checkpoint.load import load_tokenizer
 from drot.config import QUALITIES, Recipe
-from drot.config.rotation import POINTS
+from drot.config.rotation import FAST_STEPS, POINTS
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.machine.devices import pick_device
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
@@ -106,16 +106,18 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def with_100_steps(recipes: dict[str, Recipe]) -> dict[str, Recipe]:
-    """Name → recipe of the rows that were measured when 100 training steps were the default."""
+def with_fewer_steps(recipes: dict[str, Recipe]) -> dict[str, Recipe]:
+    """Name → recipe of the rows that were measured when half of today's training steps were the default."""
+    shared = FAST_STEPS["shared"]
     return {
-        f"{name}, 100 steps": recipe.replace(steps=100)
+        f"{name}, {steps} steps": recipe.replace(steps=steps)
         for name, recipe in recipes.items()
-        if recipe.rotation.mode != "none" and recipe.rotation.steps is None
+        for steps, today, modes in ((100, None, ("layer", "shared")), (shared // 2, shared, ("shared",)))
+        if recipe.rotation.mode in modes and recipe.rotation.steps == today
     }
 
 
-OLDER = with_100_steps(RECIPES)
+OLDER = with_fewer_steps(RECIPES)
 
 
 def arguments() -> argparse.Namespace:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from _harness import ROOT, add_csv, append_rows, commit, machine
-from perplexity import RECIPES, with_100_steps
+from perplexity import RECIPES, with_fewer_steps
 
 import drot
 from drot.checkpoint.load import load_tokenizer
@@ -77,7 +77,7 @@ RECORDS |= {
     f"full, balanced{weights}, recovered": RECIPES[f"full, balanced{weights}"].replace(recover="block")
     for weights in ("", ", equal tokens")
 }
-OLDER = with_100_steps(RECORDS)
+OLDER = with_fewer_steps(RECORDS)
 
 
 def smollm2(models: Path) -> Path:

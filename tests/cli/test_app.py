@@ -103,7 +103,8 @@ def test_values_in_help_texts_are_those_of_the_program():
     help = {option.name: option.help for option in imported("prune").params}["quality"]
     for name, values in QUALITIES.items():
         assert f"{name}: {', '.join(map(str, values.values()))}" in help
-    assert f"fast also sets --steps to {FAST_STEPS}." in help
+    layer, shared = FAST_STEPS.values()
+    assert f"fast also sets --steps to {layer}, and to {shared} with stock and light." in help
     shapes = {option.name: option for option in imported("bench").params}["shape"]
     assert shapes.metavar == f"[{'|'.join(SHAPES)}]"
     assert f"[{'|'.join(['auto', *DTYPES])}]" == ANY_DTYPE

@@ -86,7 +86,8 @@ def test_a_quality_sets_its_fields_and_leaves_the_others(quality):
 
 
 def test_fast_sets_the_steps_that_nothing_else_sets():
-    assert Recipe().with_quality("fast").rotation.steps == FAST_STEPS
+    for mode, steps in FAST_STEPS.items():
+        assert Recipe().replace(mode=mode).with_quality("fast").rotation.steps == steps
     assert Recipe().with_quality("best").rotation.steps is None
     for rotation in (RotationConfig(steps=7), RotationConfig(optimizer="paper"), RotationConfig(mode="none")):
         assert Recipe(rotation=rotation).with_quality("fast").rotation == rotation
@@ -169,7 +170,7 @@ def test_the_descriptions_name_the_defaults():
     """They are docstrings, which cannot hold the values of constants."""
     for section, field, values in (
         (PruningConfig, "damping", (DAMPING, PUBLISHED_DAMPING)),
-        (RotationConfig, "steps", (*(steps for steps, _ in OPTIMIZER_DEFAULTS.values()), FAST_STEPS)),
+        (RotationConfig, "steps", [*(each for each, _ in OPTIMIZER_DEFAULTS.values()), *FAST_STEPS.values()]),
         (RotationConfig, "lr", (*(rate for _, rate in OPTIMIZER_DEFAULTS.values()), FAST_ENTROPY_LR)),
         (RotationConfig, "training_tokens", (TRAINING_TOKENS,)),
         (CalibrationConfig, "seqlen", (SEQLEN,)),
