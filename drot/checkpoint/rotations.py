@@ -130,7 +130,15 @@ def open_rotations(
                     f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
                     "the file is damaged; copy it again"
                 )
-    return RotationsOfLayers(partial(_read_layer, path), range(len(down_widths))), record
+    # a run reads one layer and the check before it the next but one
+    return RotationsOfLayers(partial(_read_layer, path), range(len(down_widths)), in_memory=3), record
+
+
+def stored_r1s(path: Path) -> Iterator[Tensor]:
+    """The fp32 R1 [d, d] of each layer in a rotation file that `open_rotations` has opened before."""
+    with _opened(path) as handle:
+        for index in range(sum(name.endswith(".r1") for name in handle.keys())):  # noqa: SIM118
+            yield handle.get_tensor(f"layers.{index}.r1")
 
 
 def _read_layer(path: Path, index: int) -> LayerRotation:

@@ -1,5 +1,6 @@
 """The files of rotations of a run: the file that it uses instead of training, and the file that it writes."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,25 @@ import torch
 from drot.checkpoint.resume import identity_differences, partial_folder
 from drot.checkpoint.rotations import (
     ORTHOGONALITY_TOLERANCE,
-    load_rotations,
+    open_rotations,
     read_record,
     stored_down_block,
+    stored_r1s,
 )
 from drot.config import Recipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.files import check_name, check_writable
 from drot.core.hashes import file_record
-from drot.model.rotation import LayerRotation
+from drot.model.rotation import RotationsOfLayers
 from drot.pipeline.context import RunContext
 
 
 @dataclass(frozen=True)
 class GivenRotations:
-    """The rotations of all layers, from a file. entry: `rotations_file` of the manifest."""
+    """The rotation of each layer, read from a file when it is asked for. entry: that of the manifest."""
 
-    rotations: list[LayerRotation]
+    rotations: RotationsOfLayers
     entry: dict[str, Any]
 
 
@@ -57,20 +59,20 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
         raise UserError(
             '`rotations` need `mode="layer"` or `mode="shared"`; got `mode="none"`, which rotates nothing'
         )
-    rotations, record = load_rotations(
+    rotations, record = open_rotations(
         path,
         hidden_size=run.model.hidden_size,
         shape=run.model.heads,
         down_widths=[layer.down_inputs() for layer in run.model.layers],
     )
-    equal = all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
-    if run.recipe.rotation.mode == "shared" and not equal:
+    shared, pairs = run.recipe.rotation.mode == "shared", itertools.pairwise(stored_r1s(path))
+    if shared and not all(torch.equal(r1, following) for r1, following in pairs):
         raise UserError(
             f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
             'use `mode="layer"`'
         )
     if run.model.family.layer_norm:
-        error = max(float((rotation.r1.sum(1) - 1).abs().amax()) for rotation in rotations)
+        error = max(float((r1.double().sum(1) - 1).abs().amax()) for r1 in stored_r1s(path))
         if error > ORTHOGONALITY_TOLERANCE:
             raise UserError(
                 f"{path} must hold an R1 with R1 1 = 1 for a model with LayerNorm, got an error of "

@@ -122,7 +122,8 @@ class PruningRun:
             with run.during("check"):
                 self.logit_error = later.logit_error()
         self.rotations = found
-        if state is not None and isinstance(known, RotationsOfLayers):  # from now on rank 0 alone reads
+        if state is not None and trains_first and isinstance(known, RotationsOfLayers):
+            # from now on rank 0 alone reads
             self.rotations = saved_rotations(run, state.own.loaded) if state.own else {}
 
     def _dense_stream(self, stream: CalibrationStream) -> CalibrationStream:
@@ -149,7 +150,7 @@ class PruningRun:
         """The rotations that are known before the pruning, and what their training adds to the records."""
         run = self.context
         if self.given is not None:
-            return dict(enumerate(self.given.rotations)), {}
+            return self.given.rotations, {}
         if not self._trains_first:
             return {}, {}
         if run.recipe.rotation.mode == "shared":

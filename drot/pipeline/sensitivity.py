@@ -1,5 +1,6 @@
 """`drot.sensitivity`, which measures how much the output of each linear changes at each n:m or ratio."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,16 +129,17 @@ def sensitivity(
     run = prepared.context
     if run.recipe.pruning.token_weights == "gradient":
         run.token_weights = weigh_tokens(run, None)
-    used = None if rotations is None else read_given(run, Path(rotations)).rotations
+    used: Mapping[int, LayerRotation] = {}
+    if rotations is not None:
+        used = read_given(run, Path(rotations)).rotations
     error = None
     if run.rotates:
-        if used is None and recipe.rotation.mode == "shared":
-            used, _ = train_shared(run, None)
-        elif used is None:
-            trained, _ = train_layers(run, None)
-            used = list(trained.values())
+        if not used and recipe.rotation.mode == "shared":
+            used = dict(enumerate(train_shared(run, None)[0]))
+        elif not used:
+            used, _ = train_layers(run, None)
         with run.during("check"):
-            check = ModelCheck(run.model, run.tokens[:1], run.device, run.bases, used or ())
+            check = ModelCheck(run.model, run.tokens[:1], run.device, run.bases, used.values())
             error = check.of_all_layers()
     figures = {
         "base_model": prepared.source,
@@ -150,7 +152,7 @@ def sensitivity(
 
 
 def _errors(
-    run: RunContext, rotations: list[LayerRotation] | None, measured: dict[Sparsity, ResolvedPruning]
+    run: RunContext, rotations: Mapping[int, LayerRotation], measured: dict[Sparsity, ResolvedPruning]
 ) -> dict[str, dict[str, float | None]]:
     """SensitivityResult.errors, from one pass of the dense model.
 
@@ -161,7 +163,7 @@ def _errors(
     for layer in on_device(run.model.layers, run.device, run.home):
         with run.during("sensitivity", layer, announced=True):
             rotated, inputs = layer, stream
-            if rotations is not None:
+            if rotations:
                 rotation = rotations[layer.index]
                 boundary = run.bases.merged(layer.index, rotations)
                 rotated = layer.copy()

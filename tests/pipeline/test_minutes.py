@@ -25,6 +25,7 @@ def test_the_operations_are_those_of_a_run(quality, monkeypatch):
     monkeypatch.setattr(solve, "ADMM_SETTLED", -1.0)  # so that ADMM takes all iterations
     monkeypatch.setattr(solve, "ADMM_GROWTH", ((-1.0, 1.1),))
     monkeypatch.setattr(solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS)
+    monkeypatch.setattr(solve, "products_on", lambda device: torch.bfloat16)
     monkeypatch.setattr(cholesky, "GPU_BLOCK", cholesky.CPU_BLOCK)
     for table in (stream.TOKENS_PER_BATCH, hessian.PANEL_COLUMNS):
         monkeypatch.setitem(table, "cuda", table["cpu"])

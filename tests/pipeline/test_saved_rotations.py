@@ -4,12 +4,15 @@ import threading
 from collections import Counter
 
 import pytest
-from runs import one_shot, prune, saved_bytes
+import torch
+from runs import one_shot, prune, saved_bytes, saved_tensors
 from safetensors import safe_open
 from small_models import save_small_model, small_model
 
+from drot.checkpoint import rotations
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
+from drot.model.rotation import RotationsOfLayers
 
 pytestmark = pytest.mark.slow
 
@@ -84,3 +87,29 @@ def test_the_next_rotation_is_read_before_it_is_asked_for(files, tmp_path, monke
         prune(files, one_shot(hessians="dense"), out=tmp_path / "out", progress=damage)
     of_rotations = [threads[f"rotation_{index:05d}"] for index in range(5)]
     assert ["drot-read" in name for name in of_rotations] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("mode", ["layer", "shared"])
+def test_given_rotations_lie_on_the_disk(mode, files, tmp_path, monkeypatch):
+    """A layer reads its rotation once, and the embedding and the head read two again; three are in memory."""
+    file, read, held = tmp_path / "rotations.safetensors", Counter(), []
+    chosen = one_shot(hessians="dense", mode=mode)
+    trained = prune(files, chosen, out=tmp_path / "trained", save_rotations_to=file)
+    real, keep = rotations._read_layer, RotationsOfLayers.keep
+
+    def see(path, index):
+        read[index] += 1
+        return real(path, index)
+
+    def count(self, layer, rotation):
+        keep(self, layer, rotation)
+        held.append(len(self._in_memory))
+
+    monkeypatch.setattr(rotations, "_read_layer", see)
+    monkeypatch.setattr(RotationsOfLayers, "keep", count)
+    given = prune(files, chosen, out=tmp_path / "given", rotations=file)
+    assert dict(read) == {0: 2, 1: 1, 2: 1, 3: 1, 4: 1}
+    assert max(held) == 3
+    expected, found = saved_tensors(trained.out), saved_tensors(given.out)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
