@@ -46,6 +46,8 @@ RATES |= {"factor": 2e12, "solve": 25e12, "qr": 1e12, "sweep": 5e12}
 MEMORY, HOST, DISK, HASH = 3.0e12, 6e9, 2e9, 1e9
 #: bytes a second between the memory of a GPU and pinned main memory, an estimate
 PINNED = 25e9
+#: bytes a second that pass the main memory of a machine in all, two thirds of 16 channels of DDR5-4800
+HOST_TRAFFIC = 400e9
 #: seconds of an op with its launch in Python, and of a value that the host reads
 LAUNCH, WAIT = 10e-6, 30e-6
 #: seconds until a collective call begins to send: between machines, and within; and of a number or an object,
@@ -59,6 +61,8 @@ HOST_MEMORY = 256e9
 NVLINK, NETWORK, GPUS_OF_A_MACHINE = 400e9, 50e9, 8
 aten, drot_ops = torch.ops.aten, torch.ops.drot
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
+#: steps in which neither the embedding nor the head is on the device, while `meta` holds them all the time
+OF_LAYERS = ("rotate", "merge", "prune", "recover")
 #: ops that launch nothing
 FREE = (aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach)
 #: ops that read as much of their first argument as they write
@@ -135,6 +139,7 @@ class Costs(TorchDispatchMode):
     layers_ahead: how many layers lie on the device while the ranks train known rotations.
     before: `seconds` when the check of the rotations began, before which known rotations are trained.
     peak: step → the most bytes that the tensors on `device` took at once.
+    ends: the bytes of the embedding and the head, which a run does not hold in the steps of a layer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,6 +152,7 @@ class Costs(TorchDispatchMode):
         self.copied: Counter[str] = Counter()
         self.overlapping: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
+        self.ends = 0
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
         self._taken = 0
         self._read = 0.5
@@ -191,10 +197,11 @@ class Costs(TorchDispatchMode):
                 if storage._cdata not in self._living or self._living[storage._cdata][0].expired():
                     self._taken += storage.nbytes() - self._living.get(storage._cdata, (None, 0))[1]
                     self._living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        if self._taken > self.peak[self.step]:
+        ends = self.ends if self.step in OF_LAYERS else 0
+        if self._taken - ends > self.peak[self.step]:
             self._living = {key: each for key, each in self._living.items() if not each[0].expired()}
             self._taken = sum(size for _, size in self._living.values())
-            self.peak[self.step] = max(self.peak[self.step], self._taken)
+            self.peak[self.step] = max(self.peak[self.step], self._taken - ends)
 
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of an op; torch has no shapes of products with `out_dtype`, and no values on `meta`."""
@@ -414,6 +421,9 @@ def counted_run(
         )  # fmt: skip
         context.listeners = [listen]
         costs.layers_ahead = training.layers_ahead(context)
+        layers = f"{context.model.family.layers}."
+        outside = [part.nbytes for name, part in model.named_parameters() if not name.startswith(layers)]
+        costs.ends = sum(outside)
         run = PruningRun(context)
         with (
             mock.patch.object(stream, "ahead", costs.ahead),

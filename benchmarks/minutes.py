@@ -33,6 +33,7 @@ from counting import (
     HASH,
     HOST,
     HOST_MEMORY,
+    HOST_TRAFFIC,
     LAUNCH,
     MEMORY,
     PINNED,
@@ -42,6 +43,7 @@ from counting import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drot.checkpoint.pieces import READERS
 from drot.config import QUALITIES, Recipe, resolve
 from drot.core.hashes import WHOLE_HASH_BYTES
 from drot.evaluation.variants import SHAPES
@@ -190,8 +192,11 @@ def minutes_of(
     # where the inputs of layers leave room, the system keeps the files in memory, and they are read there
     gpus = min(size, GPUS_OF_A_MACHINE)
     stays = gpus * (host_memory - states * min(room, count)) >= model + ends
-    from_disk = bytes_read, bytes_read / PINNED
-    again = (0.0, bytes_read / HOST + bytes_read / PINNED) if stays else from_disk
+    # READERS threads read pieces from there into pinned memory, while others go to the GPU: each byte passes
+    # the main memory three times
+    rate = min(READERS * HOST, PINNED, HOST_TRAFFIC / gpus / 3)
+    from_disk = bytes_read, 0.0
+    again = (0.0, bytes_read / rate) if stays else from_disk
     hashed = model + ends <= WHOLE_HASH_BYTES  # the files are read for the hash, before anything else
     written, rotation = layer.written["layer"], layer.written["rotation"]
     work = sum(seconds.values()) - seconds["weigh"] - seconds["distill"]

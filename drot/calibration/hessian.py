@@ -29,6 +29,8 @@ PANEL_COLUMNS = {"cpu": 256, "cuda": 2048}
 #: condition number of at most in + 1, which fp32 can factorise, so a failure has another cause than too
 #: little damping.
 MAX_DAMPING = 1.0
+#: elements that `_reverse_` moves at once
+REVERSED = 1 << 24
 #: The damping that is tried after a damping of 0 failed.
 FIRST_DAMPING = 1e-3
 
@@ -235,10 +237,10 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ran
         found = cholesky_(damped, ranks)
         if found.any():
             invert_lower_(damped, ranks)
-            upper = damped.flip(-2, -1)
-            found &= upper.amin((-2, -1)).isfinite() & upper.amax((-2, -1)).isfinite()
+            found &= damped.amin((-2, -1)).isfinite() & damped.amax((-2, -1)).isfinite()
             if found.all():
-                return HessianFactor(upper, tried if tried.dim() else float(tried), unit, dead_columns)
+                _reverse_(damped)
+                return HessianFactor(damped, tried if tried.dim() else float(tried), unit, dead_columns)
         largest = MAX_DAMPING * (damping_unit(diagonal.to(dtype), "mean") / unit).double()
         if (failed := ~found & (tried >= largest)).any():
             raise UserError(
@@ -249,6 +251,18 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ran
             )
         more = torch.where(tried > 0, torch.minimum(10 * tried, largest), FIRST_DAMPING)
         tried = torch.where(found, tried, more)
+
+
+def _reverse_(matrix: Tensor) -> None:
+    """J M J for contiguous matrices M [..., n, n], in place: a second one would double the peak of memory."""
+    flat = matrix.flatten(-2)
+    size = flat.shape[-1]
+    for start in range(0, size // 2, REVERSED):
+        stop = min(start + REVERSED, size // 2)
+        low, high = flat[..., start:stop], flat[..., size - stop : size - start]
+        kept = low.flip(-1)
+        low.copy_(high.flip(-1))
+        high.copy_(kept)
 
 
 class InputHessian:

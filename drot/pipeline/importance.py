@@ -111,12 +111,12 @@ class GroupImportance:
         """
         bases = {"before": (unrotated, self.hessian)}
         if self.rotated:
-            bases["after"] = (weight.to(unrotated.dtype), self._hessian_after)
+            bases["after"] = (weight, self._hessian_after)
         shares: dict[str, Figure] = {}
         tensors: dict[str, Tensor] = {}
         mean = total = unrotated.new_ones((), dtype=torch.float64)
         for basis, (matrix, hessian) in bases.items():
-            score = matrix.square()
+            score = matrix.to(unrotated.dtype).square()
             if (scale := self._scale(hessian)) is not None:
                 score *= scale[..., None, :]
             if basis == "before":

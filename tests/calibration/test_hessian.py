@@ -139,3 +139,12 @@ def test_the_factor_is_computed_once(monkeypatch):
     assert of_input.factor is of_input.factor and len(calls) == 1
     with pytest.raises(UserError, match="hessian must be finite"):
         _ = InputHessian(torch.full((2, 2), torch.nan), 0.01).factor
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_a_matrix_is_reversed_in_place(size, monkeypatch):
+    monkeypatch.setattr(hessians, "REVERSED", 3)  # no divisor of half the numbers
+    matrix = torch.randn(2, size, size)
+    expected = matrix.flip(-2, -1)
+    hessians._reverse_(matrix)
+    assert torch.equal(matrix, expected)
