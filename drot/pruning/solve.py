@@ -213,7 +213,7 @@ def _admm(
         state.mul_(removed).add_(target)
         add_product(state, change, inverse.matrix)
         removed = parts.mask(state.abs())
-        if iteration % ADMM_INTERVAL == 0:
+        if iteration % ADMM_INTERVAL == 0 and iteration < ADMM_ITERATIONS:
             moved = _share_moved(removed, before, parts.ranks)
             settled = (moved <= ADMM_SETTLED) & (iterations == 0)
             if iterations.masked_fill_(settled, iteration).all():
