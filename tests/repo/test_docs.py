@@ -257,8 +257,10 @@ def test_options_in_the_text_exist() -> None:
         "--rdzv-backend",
         "--rdzv-endpoint",
         "--offload-group-size",
+        "--model-path",
+        "--load-format",
         "--host-memory",
-    }  # setup.py, pip, docker, benchmarks, tests, torchrun, vLLM
+    }  # setup.py, pip, docker, benchmarks, tests, torchrun, vLLM, SGLang
     for page in ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         text = (ROOT / page).read_text(encoding="utf-8")
         found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))

@@ -7,25 +7,19 @@ import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from runs import TOKENS as CALIBRATION
-from runs import one_shot, prune, saved_tensors
+from engines import HEADS, ROOT, run_ranks, save
+from runs import saved_tensors
 from safetensors.torch import load_file, save_file
-from small_models import small_model
 
 import drot
 from drot.ops import unpack24_ref
 from drot.serving import vllm as plugin
 from drot.sparse.linear import SparseLinear
 
-ROOT = Path(__file__).resolve().parents[2]
-#: sizes whose halves the kernels take; four blocks of R3 with 64 columns
-SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
-HEADS = {"head_dim": 32}
 R3 = {"down_rotation": 64}
 #: name → family, its further sizes, mode, fields of the recipe, format
 SERVED = {
@@ -49,31 +43,6 @@ STRADDLES = ("llama", HEADS, "layer", {"down_rotation": 256, "boundary": "residu
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 
 
-def save(folder, family, sizes, mode, fields, format):
-    fields = {"sparsity": "2:4", "down_rotation": "none", "nsamples": len(CALIBRATION)} | fields
-    fields = {key: value for key, value in fields.items() if mode == "layer" or key != "down_rotation"}
-    prune(small_model(family, **SIZES | sizes), one_shot(mode, **fields), out=folder, format=format)
-
-
-def run_ranks(folder, ranks, models):
-    """The results of each rank: by the name of the checkpoint, what vllm_rank.py found, or a message."""
-    script, environment = Path(__file__).parent / "vllm_rank.py", os.environ | {"PYTHONPATH": str(ROOT)}
-    processes = []
-    for rank in range(ranks):
-        arguments = [str(rank), str(ranks), str(folder / f"meeting{ranks}"), str(folder / f"{ranks}-{rank}")]
-        command = [sys.executable, str(script), *arguments, *map(str, models)]
-        log = (folder / f"log{ranks}-{rank}").open("w")
-        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = [(folder / f"log{ranks}-{rank}").read_text() for rank in range(ranks)]
-    assert codes == [0] * ranks, logs[0][-4000:]
-    return [torch.load(folder / f"{ranks}-{rank}") for rank in range(ranks)]
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
@@ -95,7 +64,7 @@ def results(checkpoints, tmp_path_factory):
     """Number of ranks → the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     models = [checkpoints / name for name in (*SERVED, *REFUSED, "straddles", "unnamed")]
-    return {ranks: run_ranks(folder, ranks, models) for ranks in (1, 2)}
+    return {ranks: run_ranks("vllm_rank.py", folder, ranks, models) for ranks in (1, 2)}
 
 
 @needs_vllm

@@ -1,0 +1,45 @@
+"""What the tests of the plugins for vLLM and SGLang share: small checkpoints, and ranks in processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from runs import TOKENS as CALIBRATION
+from runs import one_shot, prune
+from small_models import small_model
+
+ROOT = Path(__file__).resolve().parents[2]
+#: sizes whose halves the kernels take; four blocks of R3 with 64 columns
+SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+HEADS = {"head_dim": 32}
+
+
+def save(folder, family, sizes, mode, fields, format):
+    """Prunes a small model of `family` to 2:4 and saves it in `folder`."""
+    fields = {"sparsity": "2:4", "down_rotation": "none", "nsamples": len(CALIBRATION)} | fields
+    fields = {key: value for key, value in fields.items() if mode != "none" or key != "down_rotation"}
+    prune(small_model(family, **SIZES | sizes), one_shot(mode, **fields), out=folder, format=format)
+
+
+def run_ranks(script, folder, ranks, models, *path):
+    """The results of each rank that `script` computes: by the name of the checkpoint, a dict or a message.
+
+    path: further folders from which the ranks import.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path)))}
+    processes = []
+    for rank in range(ranks):
+        arguments = [str(rank), str(ranks), str(folder / f"meeting{ranks}"), str(folder / f"{ranks}-{rank}")]
+        command = [sys.executable, str(Path(__file__).parent / script), *arguments, *map(str, models)]
+        log = (folder / f"log{ranks}-{rank}").open("w")
+        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = [(folder / f"log{ranks}-{rank}").read_text() for rank in range(ranks)]
+    assert codes == [0] * ranks, logs[0][-4000:]
+    return [torch.load(folder / f"{ranks}-{rank}") for rank in range(ranks)]

@@ -1,0 +1,178 @@
+"""The plugin for SGLang. SGLang loads and computes in processes of their own (sglang_rank.py), on a CPU."""
+
+import importlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import tomllib
+from types import ModuleType
+
+import pytest
+import torch
+from engines import HEADS, ROOT, run_ranks, save
+from runs import saved_tensors
+from safetensors.torch import load_file, save_file
+
+import drot
+from drot.ops import unpack24_ref
+from drot.serving import sglang as plugin
+
+#: name → family, its further sizes, mode, fields of the recipe, format; the architecture in SGLang
+SERVED = {
+    "plain": (("llama", HEADS, "none", {}, "packed"), "LlamaForCausalLM"),
+    "stock": (("mistral", HEADS, "shared", {}, "packed"), "MistralForCausalLM"),
+    "biases": (("qwen2", {}, "none", {}, "packed"), "Qwen2ForCausalLM"),
+    "mixed": (("qwen3", HEADS, "none", {"keep": ["layers.1.mlp.down_proj"]}, "packed"), "Qwen3ForCausalLM"),
+    "tied": (("llama", HEADS | {"tie_word_embeddings": True}, "none", {}, "packed"), "LlamaForCausalLM"),
+}
+#: the same, and what the message of the refusal has
+REFUSED = {
+    "rotated": (("llama", HEADS, "layer", {}, "packed"), "has no rotations"),
+    "dense": (("llama", HEADS, "layer", {}, "dense"), "has no rotations"),
+    "light": (("llama", HEADS, "shared", {"down_rotation": 64}, "packed"), "has no rotations"),
+    "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
+    "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
+    "granite": (("granite", {}, "none", {}, "packed"), "has the families llama, mistral, qwen2, qwen3"),
+}
+#: tensors that are removed from copies of `plain`
+LACKING = ("model.layers.1.self_attn.k_proj.values", "model.layers.0.mlp.down_proj.positions")
+STACKED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
+
+
+def entry_points():
+    """The entry points of pyproject.toml by which SGLang finds the plugin."""
+    project = ROOT / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("needs the checkout")
+    return tomllib.loads(project.read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    for name, (chosen, _) in (SERVED | REFUSED).items():
+        save(folder / name, *chosen)
+    for tensor in LACKING:
+        save(folder / tensor, *SERVED["plain"][0])
+        for file in (folder / tensor).glob("model*.safetensors"):
+            tensors = {name: t.clone() for name, t in load_file(file).items() if name != tensor}
+            save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints, tmp_path_factory):
+    """Number of ranks → the results of each rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    installed = folder / "site" / "drot-0.dist-info"  # what pip would install of drot, for SGLang's search
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: drot\nVersion: 0\n")
+    lines = [f"{name} = {value}" for name, value in entry_points().items()]
+    (installed / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines]))
+    models = [checkpoints / name for name in (*SERVED, *REFUSED, *LACKING)]
+    path = (installed.parent,)
+    return {ranks: run_ranks("sglang_rank.py", folder, ranks, models, *path) for ranks in (1, 2)}
+
+
+@needs_sglang
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", SERVED)
+def test_sglang_computes_the_logits_of_drot(checkpoints, results, name, ranks):
+    model = drot.load(checkpoints / name, device="cpu")
+    expected = model(torch.arange(3, 17)[None]).logits[0, -1]
+    for found in results[ranks]:
+        found = found[name]
+        assert isinstance(found, dict), found
+        assert (found["architecture"], found["quantization"]) == (SERVED[name][1], "drot")
+        torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
+
+
+def dense_weight(stored, linear):
+    """The weight [out, in] of a linear of a checkpoint whose tensors are `stored`."""
+    if f"{linear}.weight" in stored:
+        return stored[f"{linear}.weight"]
+    return unpack24_ref(stored[f"{linear}.values"], stored[f"{linear}.positions"])
+
+
+@needs_sglang
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", SERVED)
+def test_each_linear_computes_the_dense_product(checkpoints, results, name, ranks):
+    stored = saved_tensors(checkpoints / name)
+    for rank, found in enumerate(results[ranks]):
+        products = found[name]["products"]
+        assert len(products) == 4 * 3  # three layers
+        for linear, (x, y) in products.items():
+            path, _, last = linear.rpartition(".")
+            axis = 0 if last in STACKED else 1
+            parts = [dense_weight(stored, f"{path}.{part}") for part in STACKED.get(last, (last,))]
+            weight = torch.cat([part.chunk(ranks, axis)[rank] for part in parts])
+            torch.testing.assert_close(y, x @ weight.T, atol=1e-5, rtol=1e-5)
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_only_packed_linears_have_no_dense_weight(results):
+    names = results[2][0]["mixed"]["names"]
+    assert [n for n in names if n.endswith("_proj.weight")] == ["model.layers.1.mlp.down_proj.weight"]
+    assert "model.layers.0.mlp.down_proj.values" in names
+
+
+@needs_sglang
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_plugin_does_not_serve_is_refused(results, name):
+    message = results[2][0][name]
+    assert REFUSED[name][1] in message and "\n" not in message
+
+
+@needs_sglang
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tensor", LACKING)
+def test_a_missing_tensor_is_refused(results, tensor, ranks):
+    """SGLang itself does not look for missing tensors."""
+    for found in results[ranks]:
+        message = found[tensor]
+        assert f"the checkpoint lacks {tensor}" in message and "\n" not in message
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_sglang_without_the_plugin_refuses(checkpoints):
+    code = f"""
+from sglang.srt.configs.model_config import ModelConfig
+for name in ("sys", "drot"):
+    __import__(name)
+    try:
+        ModelConfig(model_path={str(checkpoints / "plain")!r})
+    except ValueError as error:
+        print(error)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "model type `drot`" in done.stdout and "Unknown quantization method: drot" in done.stdout, done
+
+
+def test_another_interface_of_sglang_is_one_line(monkeypatch, caplog):
+    """The rest of SGLang goes on, as it does for its other models."""
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    monkeypatch.setattr(plugin, "version", {"sglang": "9.0"}.get)
+    with caplog.at_level(logging.WARNING, "drot"):
+        plugin.register()
+    (line,) = caplog.messages
+    assert f"needs SGLang {plugin.TESTED}, got 9.0" in line and "\n" not in line
+
+
+def test_the_entry_point_names_the_plugin():
+    module, _, name = entry_points()["drot"].partition(":")
+    assert getattr(importlib.import_module(module), name) is plugin.register
