@@ -387,22 +387,19 @@ def generate() -> str:
 
 def points() -> str:
     """The points of --rotation: perplexities of the default quality, and the cost of the rotations."""
-    records = [row for row in read("records", *OF_RECORDS) if row["calibration"] == "wikitext2-valid"]
+    pruned = {(row["recipe"], row["text"]): row for row in perplexities("wikitext2-valid")}
     timed = [row for row in read("generate", *OF_GENERATE) if row["case"].startswith("LLaMA shape of 1 GB")]
     of_weights = {row["function"]: row for row in timed}
     body, used = [], []
     for point, weights in POINTS.items():
-        cells = []
-        for text in ("wikitext2-test", "python-heldout"):
-            rows = [r for r in records if (r["recipe"], r["text"]) == (f"{point}, balanced", text)]
-            cells.append(f"{statistics.median(float(row['perplexity']) for row in rows):.1f} ({len(rows)})")
-            used += rows
+        rows = [pruned[f"{point}, balanced", text] for text in ("wikitext2-test", "python-heldout")]
+        cells = [f"{float(row['perplexity']):.2f} ({gap_of(row)[0]})" for row in rows]
         row = of_weights[weights]
         share = float(row["mib"]) / float(of_weights["dense"]["mib"])
         body.append([f"`{point}`", *cells, f"{float(row['ratio']):.2f} ×", f"{share:.3f} ×"])
-        used.append(row)
-    head = ["`--rotation`", "wikitext2-test (seeds)", "python-heldout (seeds)"]
-    return table([*head, "tokens a second", "bytes of all weights"], body, used)
+        used += [*rows, row]
+    head = ["`--rotation`", "wikitext2-test", "python-heldout", "tokens a second", "bytes of all weights"]
+    return table(head, body, used)
 
 
 def serve() -> str:
