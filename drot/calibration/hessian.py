@@ -231,7 +231,7 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ran
     unit = damping_unit(diagonal.to(dtype), average)
     tried = torch.full_like(unit, damping, dtype=torch.float64)
     while True:
-        damped = hessian.to(dtype).flip(-2, -1)
+        damped = hessian.to(dtype).flip(-2, -1).contiguous()
         fix_dead_columns(damped)
         diagonal_of(damped).add_((unit * tried.to(dtype))[..., None])
         found = cholesky_(damped, ranks)
@@ -255,7 +255,7 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ran
 
 def _reverse_(matrix: Tensor) -> None:
     """J M J for contiguous matrices M [..., n, n], in place: a second one would double the peak of memory."""
-    flat = matrix.flatten(-2)
+    flat = matrix.view(*matrix.shape[:-2], -1)
     size = flat.shape[-1]
     for start in range(0, size // 2, REVERSED):
         stop = min(start + REVERSED, size // 2)

@@ -148,3 +148,10 @@ def test_a_matrix_is_reversed_in_place(size, monkeypatch):
     expected = matrix.flip(-2, -1)
     hessians._reverse_(matrix)
     assert torch.equal(matrix, expected)
+
+
+def test_the_layout_of_a_hessian_does_not_change_its_factor():
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    matrix = x.T @ x
+    assert not matrix.mT.is_contiguous()
+    torch.testing.assert_close(factorize(matrix.mT, 0.01).hinv, factorize(matrix, 0.01).hinv)
