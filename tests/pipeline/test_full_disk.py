@@ -33,7 +33,7 @@ def check_full(error, folder):
     assert ("continue with `resume=True`" in str(error)) == partial.exists()
 
 
-#: what a run writes, in this order: each can meet a full disk
+#: what a run writes, parts.json beside the parts that come next: each can meet a full disk
 WRITTEN = ["run.json"]
 PARTS = [
     "rotation_00000",
@@ -53,13 +53,13 @@ WRITTEN += ["drot.json", *sorted([*SYNCED, "drot.json"])]
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch):
-    """The n-th file cannot be written, for every n. Then there is room, and the run is resumed."""
+    """A file cannot be written, for each of them. Then there is room, and the run is resumed."""
     names, full_at = [], None
 
     def sync(path):  # not the real one, which waits for the disk
         if not path.is_dir():
-            names.append(path.name.removesuffix(".part"))
-            if len(names) - 1 == full_at:
+            names.append(name := path.name.removesuffix(".part"))
+            if (name, names.count(name)) == full_at:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
     def run(folder, **options):
@@ -70,9 +70,10 @@ def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "sync", sync)
     expected = run(tmp_path / "whole")
-    assert names == WRITTEN
-    for full_at in range(len(WRITTEN)):
-        folder = tmp_path / str(full_at)
+    assert sorted(names) == sorted(WRITTEN)
+    assert [name for name in names if name != "parts.json"] == [n for n in WRITTEN if n != "parts.json"]
+    for index, name in enumerate(WRITTEN):
+        folder, full_at = tmp_path / str(index), (name, WRITTEN[: index + 1].count(name))
         with pytest.raises(UserError, match="No space left on device") as caught:
             run(folder)
         check_full(caught.value, folder)

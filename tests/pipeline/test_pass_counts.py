@@ -200,8 +200,7 @@ def test_the_operations_of_a_pruned_layer_are_those_of_the_formulas(monkeypatch)
     monkeypatch.setattr(solve, "ADMM_ITERATIONS", 8)
     balanced = operations(48, 112, 2, 1, 16, TOKENS.numel(), 16, "cpu", "balanced", 8)
     added = sum(sum(balanced[name].values()) for name in balanced.keys() - parts.keys())
-    # a block takes a triangular solve, which is not counted, and a product; here ADMM takes another inverse
-    # after its last iteration
+    # a block takes a triangular solve, which is not counted, and a product
     inverses = sum(balanced["ADMM: inverses"].values())
     found = pruned(chosen=resolve(recipe("layer", solve="admm", target="dense"))) - pruned()
-    assert found == added - inverses + 2 * inverses * 3 / 2
+    assert found == added + inverses
