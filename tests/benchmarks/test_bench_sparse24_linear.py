@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_sparse24_linear.py"
-pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="needs the checkout")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SCRIPT.exists(), reason="needs the checkout")]
 AVX512, H100, H200 = "AMD EPYC, AVX512", "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 DOWN = (4096, 14336, "bfloat16")
 

@@ -109,6 +109,7 @@ def shared(size):
         return matrix, factor, found, cholesky_(broken, ranks), ranks.sent["rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_share_a_factor_and_an_inverse(count):
     found = on_ranks(count, shared, 641)

@@ -34,6 +34,8 @@ from drot.core.errors import UserError
 from drot.evaluation.evaluate import evaluate
 from drot.reporting.write import report
 
+pytestmark = pytest.mark.slow
+
 CASES = int(os.environ.get("DROT_FUZZ_CASES", "12"))
 fuzzed = settings(
     max_examples=CASES,
@@ -193,7 +195,6 @@ def test_drot_json(recorded: Path, room: Path, changes: Any, cut: float | None) 
     survives(write_card, room)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", ["removed", [3]])
 def test_every_entry_of_drot_json(recorded: Path, room: Path, value: Any) -> None:
     """Without one of its entries, or with another value there: of entries with one name, the first."""

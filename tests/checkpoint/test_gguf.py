@@ -13,6 +13,8 @@ from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.pipeline.dry_run import run_needs
 
+pytestmark = pytest.mark.slow
+
 #: name in a GGUF file → path in a decoder layer
 LAYER = {
     "attn_norm": "input_layernorm",

@@ -40,6 +40,7 @@ def test_table(calls, capsys):
         assert text in out
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_says_what_to_do_next(capsys, tmp_path):
     """Each command runs as it is printed."""
     recipe = Recipe().replace(steps=2, solve="none", target="self")

@@ -9,7 +9,10 @@ import pytest
 from drot.machine import memory
 from drot.machine.memory import available_memory
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells"),
+]
 
 
 def cgroup(folder, **figures):

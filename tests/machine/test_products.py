@@ -49,6 +49,7 @@ def test_the_callers_precision_comes_back(products, before):
     assert products.fp32_precision == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["0", "1"])
 def test_the_precision_is_set_where_a_container_asks_for_tf32(override):
     ask = (

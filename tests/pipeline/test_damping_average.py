@@ -8,6 +8,8 @@ from drot.calibration.hessian import damping_unit
 from drot.core.errors import UserError
 from drot.pruning import solve
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("fields", [{}, {"hessians": "dense"}, {"mode": "none"}], ids=str)
 @pytest.mark.parametrize("average", ["mean", "median"])

@@ -18,7 +18,8 @@ from drot.pruning import solve
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("quality", ["fast", pytest.param("best", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quality", ["fast", "best"])
 def test_the_operations_are_those_of_a_run(quality, monkeypatch):
     """In all steps but the training, whose steps in so(n) are others on a GPU (tests/rotation)."""
     counting = runpy.run_path(str(ROOT / "benchmarks/counting.py"))

@@ -26,6 +26,8 @@ from drot.model.sizes import head_shape
 from drot.pipeline.context import RunContext
 from drot.pipeline.training import _objectives
 
+pytestmark = pytest.mark.slow
+
 MIXED = dict(keep=("layers.0.*", "layers.2.mlp.up_proj"), sparsity_of={"down_proj": "4:8", "o_proj": "0.25"})
 RESIDUAL = dict(boundary="residual", hessians="dense")
 

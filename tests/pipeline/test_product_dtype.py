@@ -11,6 +11,8 @@ from drot.config import Recipe, resolve
 from drot.core.errors import UserError
 from drot.machine.products import fp32_products
 
+pytestmark = pytest.mark.slow
+
 
 def recipe(**fields):
     return small_recipe(**{"steps": 2} | fields)

@@ -23,6 +23,8 @@ from drot.core.errors import UserError
 from drot.core.files import WriteError
 from drot.core.hashes import file_record, weights_record
 
+pytestmark = pytest.mark.slow
+
 TOKENS = random_tokens(4, 40)
 
 

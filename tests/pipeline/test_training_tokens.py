@@ -8,6 +8,8 @@ from small_models import random_tokens, small_model
 from drot.config import Recipe, resolve
 from drot.config.rotation import TRAINING_TOKENS
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, SEQLEN = 32, 128
 USED = TRAINING_TOKENS * HIDDEN // SEQLEN
 TOKENS = random_tokens(USED + 4, SEQLEN)

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    shutil.which("make") is None or not (ROOT / "csrc").is_dir(), reason="needs make and the sources"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("make") is None or not (ROOT / "csrc").is_dir(), reason="needs make and the sources"
+    ),
+]
 
 PYTHON = """#!/bin/sh
 test "$1" = -c && exit 0
