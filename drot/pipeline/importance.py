@@ -23,8 +23,8 @@ from drot.rotation.importance import column_scale
 
 #: most rows and columns of a map
 MAP_SIZE = 32
-#: importances that are binned at a time; limits the memory
-CHUNK = 1 << 22
+#: importances that are binned at a time, and rows that are summed at a time; they limit the memory
+CHUNK, ROWS = 1 << 22, 4096
 
 
 class GroupImportance:
@@ -116,19 +116,23 @@ class GroupImportance:
         tensors: dict[str, Tensor] = {}
         mean = total = unrotated.new_ones((), dtype=torch.float64)
         for basis, (matrix, hessian) in bases.items():
-            score = matrix.to(unrotated.dtype).square()
+            score = matrix.to(unrotated.dtype, copy=True).square_()
             if (scale := self._scale(hessian)) is not None:
                 score *= scale[..., None, :]
             if basis == "before":
                 total = score.sum((-2, -1), dtype=torch.float64)
                 mean = torch.where(total > 0, total / (score.shape[-2] * score.shape[-1]), 1)
             removed = removed_mask(score, sparsity, scope="row")
-            lost = (score * removed).sum((-2, -1), dtype=torch.float64)
+            pieces = zip(score.split(ROWS, -2), removed.split(ROWS, -2), strict=True)
+            lost = torch.stack(
+                [(piece * gone).sum((-2, -1), dtype=torch.float64) for piece, gone in pieces]
+            ).sum(0)
             share = torch.where(total > 0, lost / total, 0)
             shares[basis] = share if share.dim() else float(share)
             score /= mean[..., None, None].to(score)
             tensors[f"map_{basis}"] = block_means(score).half()
             tensors[f"histogram_{basis}"] = histogram(score, removed)
+            del score, removed, pieces  # before those of the other basis
         return shares, {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
