@@ -28,6 +28,8 @@ from drot.reporting.demo import MODEL
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
 
+pytestmark = pytest.mark.slow
+
 TINY = dict(
     model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
     num_hidden_layers=3, vocab_size=96, tie_word_embeddings=False,
@@ -61,7 +63,6 @@ def checkpoint(tmp_path, request):
     ],
     indirect=True,
 )
-@pytest.mark.slow
 def test_rows_of_a_checkpoint(checkpoint, capsys):
     options = ["--tokens", "8,16", "--batch", "3", "--repeats", "2", "--device", "cpu", "--json"]
     assert cli.run(["bench", str(checkpoint), *options]) == 0
@@ -94,7 +95,6 @@ def test_rows_of_a_checkpoint(checkpoint, capsys):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-@pytest.mark.slow
 def test_one_sequence_with_a_compiled_step(checkpoint, monkeypatch, capsys):
     """Rows of dense and of the checkpoint, whose calls compile nothing, and no rows in the other cases."""
     steps = []
@@ -157,7 +157,6 @@ def test_bytes(checkpoint):
     assert held["model", ROTATED] == 3 * (packed + norms + down) + 2 * rotated + 2 * ends + norms // 2
 
 
-@pytest.mark.slow
 def test_shape(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1,2", "--repeats", "1", "--device", "cpu"]) == 0

@@ -21,6 +21,8 @@ from drot.pipeline.objective import layer_objective
 from drot.pruning import solve
 from drot.rotation import importance
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = random_tokens(4, 40)  # one batch
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
