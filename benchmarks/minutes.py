@@ -73,14 +73,14 @@ WANTED = {
 }
 
 
-def waits(work: float, *threads: tuple[float, float]) -> float:
+def waits(disk: float, work: float, *threads: tuple[float, float]) -> float:
     """The seconds that a run waits for threads which need longer than its work.
 
+    disk: bytes a second of the disk, which the threads share.
     threads: of each, the bytes that it reads from the disk or writes to it, and its seconds for all else.
-        They share the disk.
     """
-    alone = [size / DISK + other for size, other in threads]
-    return max(0.0, max(alone) - work, sum(size for size, _ in threads) / DISK - work)
+    alone = [size / disk + other for size, other in threads]
+    return max(0.0, max(alone) - work, sum(size for size, _ in threads) / disk - work)
 
 
 class OfLayer:
@@ -149,11 +149,12 @@ def minutes_of(
     size: int = 1,
     host_memory: float = HOST_MEMORY,
     steps: int | None = None,
+    disk: float = DISK,
 ) -> tuple[dict[str, float], Counter[tuple[str, str]], int]:
     """Step → seconds of a layer; the seconds of its ops; and the most bytes that tensors took on a GPU.
 
     size: the number of ranks. host_memory: bytes of main memory for each GPU. steps: of the training of a
-    rotation; None for those of the quality.
+    rotation; None for those of the quality. disk: bytes a second that the disk of a machine reads or writes.
 
     The step `copies` is what a run waits for copies and files, as far as no work hides them; `send` is what
     the ranks send; `beside` is of the whole run, and not of a layer.
@@ -205,34 +206,35 @@ def minutes_of(
     seconds["send"] = ops["send", "all"]
     first_read = again if hashed else from_disk
     size_read, other = (once + (passes - 1) * more for once, more in zip(first_read, again, strict=True))
-    seconds["copies"] += waits(seconds["weigh"], (size_read, other))
+    seconds["copies"] += waits(disk, seconds["weigh"], (size_read, other))
     if hashed:
-        seconds["copies"] += bytes_read / DISK
+        seconds["copies"] += bytes_read / disk
     # a thread reads the next layer and copies it to the GPU; another copies the layer before home and writes
     # it; a third hashes the layer before that
     reader, writer, hasher = again, (written, layer.home / HOST), (0.0, written / HASH)
-    of_file = rotation / DISK + rotation / HASH
-    beside = waits(0.0, writer) + hasher[1]  # of the last layer
+    of_file = rotation / disk + rotation / HASH
+    beside = waits(disk, 0.0, writer) + hasher[1]  # of the last layer
     if dense:
         of_pass, of_training = layer.before[0], trained * layer.before[1]
         # some layers of a batch are read while the batch before is trained, the others while it is calibrated
-        late = (1 - layer.layers_ahead / size) * waits(of_pass, reader)
+        late = (1 - layer.layers_ahead / size) * waits(disk, of_pass, reader)
         training = of_pass + of_training
-        seconds["copies"] += max(late, waits(training, reader, (rotation, 0.0), (0.0, rotation / HASH)))
+        rotations = (rotation, 0.0), (0.0, rotation / HASH)
+        seconds["copies"] += max(late, waits(disk, training, reader, *rotations))
         work -= training
         read_ahead = layer.ahead, layer.ahead / HASH
-        seconds["copies"] += waits(work, reader, writer, hasher, read_ahead)
+        seconds["copies"] += waits(disk, work, reader, writer, hasher, read_ahead)
         # the last batch of rotations is written while the first layer is pruned; a run waits for the first
         # rotation, and for those of the embedding and the head
         beside += max(0.0, size * of_file - work) + 3 * of_file
     else:
         # for the check of random rotations the layers are read too
-        seconds["copies"] += waits(seconds["check"], reader)
-        seconds["copies"] += waits(work - seconds["check"], reader, writer, hasher)
+        seconds["copies"] += waits(disk, seconds["check"], reader)
+        seconds["copies"] += waits(disk, work - seconds["check"], reader, writer, hasher)
     # the ends are read twice and written, copied there and back, and hashed
-    beside += START + sum(layer.first.values()) + layer.drawn + ends * (3 / DISK + 2 / HOST + 1 / HASH)
+    beside += START + sum(layer.first.values()) + layer.drawn + ends * (3 / disk + 2 / HOST + 1 / HASH)
     if recipe.recovery.distill_epochs:  # the layers are read once more, and a thread writes them
-        seconds["copies"] += waits(0.0, again) + waits(0.0, writer, hasher)
+        seconds["copies"] += waits(disk, 0.0, again) + waits(disk, 0.0, writer, hasher)
     seconds["beside"] = beside
     return seconds, ops, layer.peak
 
@@ -255,19 +257,20 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[], help="numbers of GPUs; writes scale.csv")
     parser.add_argument("--steps", type=int, help="training steps; default: those of the quality")
     parser.add_argument("--host-memory", type=float, default=HOST_MEMORY / 1e9, help="GB for each GPU")
+    parser.add_argument("--disk", type=float, default=DISK / 1e9, help="GB/s of the disk of a machine")
     parser.add_argument("--ops", type=int, default=0, help="how many ops of a layer are named")
     add_csv(parser)
     options = parser.parse_args()
     rates = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in RATES.items())
     print(f"TFLOP/s: {rates}; memory {MEMORY / 1e12:g} TB/s, main memory {HOST / 1e9:g} GB/s,")
-    print(f"disk {DISK / 1e9:g} GB/s, SHA-256 {HASH / 1e9:g} GB/s, an op at least {LAUNCH * 1e6:g} us")
+    print(f"disk {options.disk:g} GB/s, SHA-256 {HASH / 1e9:g} GB/s, an op at least {LAUNCH * 1e6:g} us")
     for shape in options.shape:
         for quality in options.quality:
             alone = None
             for ranks in sorted({1, *options.ranks}):
                 seconds, ops, peak = minutes_of(
                     shape, quality, options.nsamples, options.seqlen, ranks, 1e9 * options.host_memory,
-                    options.steps,
+                    options.steps, 1e9 * options.disk,
                 )  # fmt: skip
                 row = {"model": shape, "quality": quality, **show(shape, quality, ranks, seconds)}
                 fits = "fit" if peak <= GPU_MEMORY else "DO NOT FIT"
