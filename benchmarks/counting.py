@@ -371,6 +371,7 @@ def as_on_a_gpu() -> Iterator[None]:
     ]
     set_to += [
         (layer_pass, "total_memory", lambda device: GPU_MEMORY),
+        (layer_pass, "free_memory", lambda device: GPU_MEMORY),
         (run_module, "free_memory", lambda device: GPU_MEMORY),
         (training, "free_memory", lambda device: GPU_MEMORY),
         (distill, "free_memory", lambda device: GPU_MEMORY),

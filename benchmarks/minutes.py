@@ -48,6 +48,7 @@ from drot.config import QUALITIES, Recipe, resolve
 from drot.core.hashes import WHOLE_HASH_BYTES
 from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE
+from drot.machine.transfer import pinned_bytes
 from drot.model.decoder import DecoderModel
 from drot.pipeline import events
 from drot.pipeline.distill import USED_SHARE
@@ -181,7 +182,7 @@ def minutes_of(
             seconds[step] += value
     # a run of two layers keeps the inputs of all; a whole run may compute them again (pipeline/weigh.py)
     states = 2 * nsamples * seqlen * config["hidden_size"] / size
-    room = int(KEPT_SHARE * host_memory / states)
+    room = int(KEPT_SHARE * host_memory / pinned_bytes(int(states)))
     first, _ = kept_layers(count, room)
     passes = 2 + first / count
     seconds["weigh"] *= (1 + passes) / 3

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drot.calibration.hessian import HessianAccumulator, product_factor
 from drot.calibration.stream import CalibrationStream
-from drot.machine.devices import total_memory
+from drot.machine.devices import free_memory, total_memory
 from drot.machine.products import add_product
 from drot.model.family import InputGroup
 from drot.model.inputs import capture, routed_inputs
@@ -29,15 +29,19 @@ class LayerPass:
     linear, and later its outputs.
 
     The inputs of the MLP's last linear are several times larger than the stream. They are kept too if they
-    take at most KEPT_SHARE of the device's memory and the stream lies there. Otherwise the linears in front
-    of it are computed twice, for its inputs and for the output of the layer.
+    take at most KEPT_SHARE of the device's memory and leave `reserve` bytes of it free, and the stream lies
+    there. Otherwise the linears in front of it are computed twice, for its inputs and for the output of the
+    layer.
 
     fixed: whether the layer stays as it is during the pass. Then `outputs` are not computed again:
         those of the attention are kept, and with those of the last linear the stream advances at once.
+    reserve: the bytes of the device's memory that the pruning of the layer takes beside the inputs.
     """
 
-    def __init__(self, layer: DecoderLayer, stream: CalibrationStream, *, fixed: bool = False) -> None:
-        self.layer, self.stream, self._fixed = layer, stream, fixed
+    def __init__(
+        self, layer: DecoderLayer, stream: CalibrationStream, *, fixed: bool = False, reserve: int = 0
+    ) -> None:
+        self.layer, self.stream, self._fixed, self._reserve = layer, stream, fixed, reserve
         self._kwargs = stream.layer_kwargs[layer.index]
         #: name of a group of an expert → the tokens of all ranks from which `hessian` computed
         self.tokens: dict[str, int] = {}
@@ -130,7 +134,8 @@ class LayerPass:
         hidden, device = self.stream.hidden_states, self.stream.device
         width = self.layer.shape_of(group.linears[0])[1]
         size = hidden[..., 0].numel() * width * hidden.element_size()
-        return self.stream.on_device and size <= KEPT_SHARE * total_memory(device)
+        room = min(KEPT_SHARE * total_memory(device), free_memory(device) - self._reserve)
+        return self.stream.on_device and size <= room
 
     def _buffer(self, like: Tensor) -> Tensor:
         """A tensor for all sequences, with the width and the dtype of `like`; the kept tensor if it fits.

@@ -167,7 +167,8 @@ def _finetune(
     from drot.finetuning.run import run_finetuning
 
     try:
-        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng():
+        gpus = [target] if is_gpu(target) else []
+        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng(gpus):
             trained, record = run_finetuning(
                 loaded,
                 config,
@@ -254,7 +255,8 @@ def _check_packages(config: FinetuneConfig) -> None:
 
 def _pick_device(device: str | torch.device) -> torch.device:
     target = pick_device(device)
-    if is_gpu(target) and target.index:
+    of_rank = torchrun.world_size() > 1 and str(device) in ("auto", target.type)
+    if is_gpu(target) and target.index and not of_rank:
         raise UserError(
             f"`device` must be auto, cpu or cuda for fine-tuning; got {target}: choose GPUs with the "
             "environment variable CUDA_VISIBLE_DEVICES"

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from drot.model.layer import DecoderLayer, Weights
 from drot.model.rotation import Bases
 from drot.pipeline import events
 from drot.pipeline.events import Event, Listener
+from drot.pipeline.memory import device_memory
+from drot.pipeline.sizes import Sizes, sizes_of
 from drot.sparse.packed import dense_linears
 
 
@@ -71,6 +74,16 @@ class RunContext:
         self.clock, self.memory = events.Stopwatch(self.device), events.MemoryWatch(self.device)
         reports = events.ProgressReports(progress, len(self.model.layers))
         self.listeners: list[Listener] = [self.clock, self.memory, reports]
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Those of the model, with the sequences of this rank."""
+        return sizes_of(self.model, self.own_nsamples, self.tokens.shape[1])
+
+    @cached_property
+    def device_memory(self) -> int:
+        """About the bytes on the device while a layer is pruned, without hidden states."""
+        return device_memory(self.sizes, self.recipe, self.dtype)
 
     def emit(self, event: Event) -> None:
         for listener in self.listeners:

@@ -78,6 +78,17 @@ def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, pin
     return sum(map(pinned_bytes, parts)) if pinned else sum(parts)
 
 
+def pass_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
+    """The bytes that a pass through a layer keeps beside the hidden states (LayerPass).
+
+    They are those of the inputs of the attention's last linear and of its outputs. Both take the same memory
+    if they are equally wide.
+    """
+    attended = sizes.heads.heads * sizes.heads.head_dim
+    width = sizes.hidden + (0 if attended == sizes.hidden else attended)
+    return sizes.tokens * width * dtype.itemsize
+
+
 def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
     """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer."""
     solves = recipe.pruning.solve == "admm" or recipe.pruning.target == "dense"

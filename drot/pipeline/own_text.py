@@ -216,7 +216,8 @@ def _batches(
             try:
                 ids = generate(begun, attention_mask=torch.ones_like(begun), stopping_criteria=told)
             except RuntimeError as error:
-                if "probability tensor" not in str(error):
+                # a GPU names no cause
+                if not any(words in str(error) for words in ("probability tensor", "device-side assert")):
                     raise
                 raise UserError(
                     "the model gives inf or nan in place of probabilities: use `dtype` float32, or copy the "

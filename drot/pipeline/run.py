@@ -17,10 +17,9 @@ from drot.pipeline import steps
 from drot.pipeline.context import RunContext
 from drot.pipeline.distill import distill
 from drot.pipeline.invariance import ModelCheck, check_outputs
-from drot.pipeline.memory import device_memory, further_bytes
+from drot.pipeline.memory import further_bytes, pass_bytes
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.shared_state import SharedState
-from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import embed, further_states
 from drot.pipeline.steps import LayerWork
 from drot.pipeline.training import saved_rotations, train_layers, train_shared
@@ -132,9 +131,9 @@ class PruningRun:
         if stream.empty is not None:
             self.dense_states_on_device = False
             return stream.copy()
-        sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-        needed = device_memory(sizes, run.recipe, run.dtype) + further_bytes(sizes, run.recipe, run.dtype)
-        needed += 2 * stream.hidden_states.nbytes  # the copy, and what is kept of a layer
+        needed = run.device_memory + further_bytes(run.sizes, run.recipe, run.dtype)
+        # the copy, and what its passes and those of the stream keep
+        needed += stream.hidden_states.nbytes + 2 * pass_bytes(run.sizes, run.dtype)
         self.dense_states_on_device = needed <= free_memory(run.device)
         return stream.copy() if self.dense_states_on_device else stream.offloaded_copy()
 

@@ -14,8 +14,8 @@ from drot.machine.memory import available_memory
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.spool import Spool
 from drot.machine.transfer import empty_on_host, return_pinned_memory
-from drot.pipeline.memory import device_memory, further_bytes, main_memory, state_bytes
-from drot.pipeline.sizes import Sizes, sizes_of
+from drot.pipeline.memory import device_memory, further_bytes, main_memory, pass_bytes, state_bytes
+from drot.pipeline.sizes import Sizes
 
 if TYPE_CHECKING:
     from drot.pipeline.context import RunContext
@@ -35,14 +35,15 @@ def place_of_states(
     from_gguf: bool = False,
     ranks: Ranks = ALONE,
 ) -> PlaceOfStates:
-    """Where a run has room for its hidden states, and for as many numbers that it keeps of a layer.
+    """Where a run has room for its hidden states, and for what it keeps of a layer.
 
     sizes: with the sequences of one rank. ranks: those of a machine share its main memory.
     from_gguf: whether the model is a GGUF file that is not loaded yet.
     """
     on_gpu, of_pruning = is_gpu(device), device_memory(sizes, recipe, dtype)
     own = sizes.tokens * sizes.hidden * dtype.itemsize  # those of the dense model may lie elsewhere
-    if on_gpu and of_pruning + 2 * own + further_bytes(sizes, recipe, dtype) <= free_memory(device):
+    held = own + pass_bytes(sizes, dtype) + further_bytes(sizes, recipe, dtype)
+    if on_gpu and of_pruning + held <= free_memory(device):
         return "device"
     given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf, "ranks": ranks}
     needed = main_memory(sizes, recipe, dtype, pinned=on_gpu, **given)
@@ -72,8 +73,7 @@ def embed(run: "RunContext", tokens: Tensor, state: "SharedState | None") -> Cal
     """
     if is_gpu(run.device):
         return_pinned_memory()
-    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-    own = place_of_states(sizes, run.recipe, run.dtype, run.device, ranks=run.ranks)
+    own = place_of_states(run.sizes, run.recipe, run.dtype, run.device, ranks=run.ranks)
     place: PlaceOfStates = max(run.ranks.of_machine.each(own), key=PLACES.index)
     if place == "file" and state is None:
         place = "main memory"

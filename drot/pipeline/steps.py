@@ -126,9 +126,10 @@ def prune(run: RunContext, work: LayerWork) -> None:
     """Prunes the linears of the layer, and solves for the weights that are kept."""
     with run.during("prune", work.layer, announced=True):
         copy = work.layer.copy() if work.of_dense_model else work.layer
-        dense = None if work.dense is None else LayerPass(copy, work.dense, fixed=True)
+        reserve = run.device_memory
+        dense = None if work.dense is None else LayerPass(copy, work.dense, fixed=True, reserve=reserve)
         to_dense = run.recipe.pruning.target == "dense"
-        work.layer_pass = LayerPass(work.layer, work.stream)
+        work.layer_pass = LayerPass(work.layer, work.stream, reserve=reserve)
         work.record["linears"], work.maps = prune_layer(
             work.layer_pass,
             run.recipe,

@@ -15,10 +15,9 @@ from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced
-from drot.pipeline.memory import device_memory, training_memory
+from drot.pipeline.memory import training_memory
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.shared_state import SharedState
-from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import embed
 from drot.rotation.objective import LayerObjective
 from drot.rotation.stack import LeftRotated
@@ -215,9 +214,8 @@ def layers_ahead(run: RunContext) -> int:
     """How many layers a GPU gets while the ranks train: those of the next batch, as far as it has room."""
     if run.ranks.size == 1 or not is_gpu(run.device):
         return 1
-    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-    needed = max(device_memory(sizes, run.recipe, run.dtype), training_memory(sizes, run.recipe))
-    more = int((free_memory(run.device) - needed) // (sizes.layer_weights * run.dtype.itemsize))
+    needed = max(run.device_memory, training_memory(run.sizes, run.recipe))
+    more = int((free_memory(run.device) - needed) // (run.sizes.layer_weights * run.dtype.itemsize))
     return max(1, min(run.ranks.size, 1 + more))
 
 

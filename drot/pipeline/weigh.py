@@ -18,12 +18,10 @@ from drot.core.errors import UserError
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.spool import Spool
-from drot.machine.transfer import on_device, return_pinned_memory
+from drot.machine.transfer import on_device, pinned_bytes, return_pinned_memory
 from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_outputs
-from drot.pipeline.memory import device_memory
 from drot.pipeline.shared_state import SharedState
-from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import embed
 
 #: the name of the part of a run's state that holds them
@@ -109,9 +107,9 @@ def _keeper(
     if is_gpu(device):
         aside = CalibrationStream.offloaded_copy
         if stream.on_device:
-            sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-            on_gpu = int(free_memory(device) - device_memory(sizes, run.recipe, run.dtype)) // size
-    room = int(KEPT_SHARE * available_memory() / run.ranks.of_machine.size) // size
+            on_gpu = int(free_memory(device) - run.device_memory) // size
+    in_memory = pinned_bytes(size) if is_gpu(device) else size
+    room = int(KEPT_SHARE * available_memory() / run.ranks.of_machine.size) // in_memory
     if on_gpu >= count:
         return CalibrationStream.copy, on_gpu
     step = math.isqrt(count - 1) + 1

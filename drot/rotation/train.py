@@ -199,12 +199,14 @@ class _Training:
         self._graphed = self._graphed_step()
 
     def _graphed_step(self) -> GraphedStep | None:
-        """Evaluation and step as one CUDA graph; None where they cannot be captured, as sums over ranks.
+        """Evaluation and step as one CUDA graph; None where they cannot be captured.
 
-        The step does not hold `self`: Python would free such a circle, with the memory of the graph, late.
+        Sums over ranks cannot, nor copies of objectives from main memory. The step does not hold `self`:
+        Python would free such a circle, with the memory of the graph, late.
         """
         optimizer, total = self.optimizer, self.total
-        if self._ranks.size > 1:
+        copies = any(objective.device.type != self._device.type for objective in self._objectives)
+        if self._ranks.size > 1 or copies:
             return None
         if not (self.steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole):
             return None
@@ -226,6 +228,8 @@ class _Training:
             loss = self._graphed()
             self.optimizer.count_step()
         else:
+            if step == self.steps:
+                self._graphed = None  # the evaluation takes as much memory as the graph has
             loss, gradients = self.total(self.optimizer.matrices, chosen)
             if step < self.steps:
                 self.optimizer.step(gradients)

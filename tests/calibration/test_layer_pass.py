@@ -111,6 +111,19 @@ def test_any_groups_may_be_left_out(names, kept_share, monkeypatch):
     assert torch.equal(stream.hidden_states, expected)
 
 
+@pytest.mark.parametrize(("reserve", "computed"), [(0, 1), (2**60, 2)])
+def test_inputs_are_kept_where_the_pruning_has_room_beside_them(reserve, computed):
+    layer, stream = layer_and_stream("llama")
+    layer_pass, calls = LayerPass(layer, stream, reserve=reserve), []
+    layer.linears["up_proj"].module.register_forward_hook(lambda *args: calls.append(len(args[2])))
+    for group in layer.groups:
+        layer_pass.hessian(group)
+    calls.clear()
+    layer_pass.hessian(layer.groups[-1])
+    layer_pass.advance()
+    assert sum(calls) == computed * len(stream.hidden_states)
+
+
 @pytest.mark.parametrize("family", ["glm4", "olmo2", "gemma2"])
 def test_a_fixed_layer_with_norms_behind_its_blocks(family):
     """The inputs and the output are those of whole passes, though no outputs are added as they are."""

@@ -472,3 +472,16 @@ def test_two_processes_write_one_checkpoint(tmp_path):
     assert all(torch.equal(before[key] == 0, after[key] == 0) for key in before)
     weight = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(before[weight], after[weight])
+
+
+@pytest.mark.parametrize("named", ["auto", "cuda", "cuda:1"])
+def test_each_rank_takes_its_own_gpu(named, monkeypatch):
+    """accelerate makes the GPU of a rank the current GPU, which `auto` then names."""
+    monkeypatch.setattr(module, "pick_device", lambda device: torch.device("cuda:1"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if named == "cuda:1":
+        with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"):
+            module._pick_device(named)
+    else:
+        assert module._pick_device(named) == torch.device("cuda:1")

@@ -227,6 +227,15 @@ def test_a_model_that_gives_no_probabilities_leaves_nothing(made, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["broken"]
 
 
+def test_a_gpu_that_gives_no_probabilities_names_no_cause(made, tmp_path, monkeypatch):
+    def generate(*args, **options):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.generate", generate)
+    with pytest.raises(drot.UserError, match="in place of probabilities"):
+        drot.prune(made / "model", recipe(), out=tmp_path / "out", device="cpu")
+
+
 def test_only_a_run_knows_own(made, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.run(["prune", str(MODEL), "--calibration", "own", "--dry-run", "--device", "cpu"]) == 0

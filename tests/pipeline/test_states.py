@@ -102,6 +102,20 @@ def test_the_place_by_the_memory(large, quality, monkeypatch):
     assert place_of_states(large, chosen, torch.bfloat16, torch.device("cpu")) == "main memory"
 
 
+def test_a_pass_keeps_the_inputs_of_o_proj_beside_its_outputs(large, monkeypatch):
+    """Where they are wider than the stream, as in Qwen3-32B: 64 heads of 128 and a stream of 5120."""
+    config = LlamaConfig(**LARGE.to_diff_dict() | dict(hidden_size=5120, head_dim=128))
+    sizes, chosen = sizes_of(DecoderModel(without_weights(config)), 128, 2048), resolve(recipe("none"))
+    held = 2 * 128 * 2048 * (5120 + 5120 + 8192)
+    needed = device_memory(sizes, chosen, torch.bfloat16) + held
+    found = []
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(states, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(states, "available_memory", lambda: 10**12)
+        found.append(place_of_states(sizes, chosen, torch.bfloat16, GPU))
+    assert found == ["device", "main memory"]
+
+
 @pytest.mark.parametrize("mode", ["none", "layer"])
 def test_the_main_memory_of_a_large_model_is_three_layers_and_the_hidden_states(large, mode):
     """That of a run on a GPU in bfloat16; beside them lie two rotations in fp64."""

@@ -80,6 +80,17 @@ def check_weights(run, room, monkeypatch):
         assert weights.std() > 0.05
 
 
+@pytest.mark.parametrize(("on_gpu", "room"), [(False, 7), (True, 4)])
+def test_pinned_inputs_take_a_power_of_two(on_gpu, room, monkeypatch):
+    run = context_of("llama", num_hidden_layers=6)
+    stream = embed(run, run.tokens, None)
+    stream.hidden_states = torch.empty(5 * 2**18, dtype=torch.uint8)  # 1.25 MiB, pinned 2
+    stream.empty = torch.empty
+    monkeypatch.setattr(weigh, "is_gpu", lambda device: on_gpu)
+    monkeypatch.setattr(weigh, "available_memory", lambda: 2 * 9 * 2**20)
+    assert weigh._keeper(run, stream, None)[1] == room
+
+
 def test_experts_have_the_weights_of_the_outputs_of_their_layer():
     run = context_of("qwen3_moe")
     found = weigh_tokens(run, None).tensors

@@ -7,13 +7,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import small_model
+from runs import recipe
+from small_models import random_tokens, small_model
 
+from drot.config import resolve
+from drot.core.events import silent
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Boundary, rotated_hessian
+from drot.pipeline import training
 from drot.pipeline.batches import Batches
+from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import random_rotation
+from drot.pipeline.memory import training_memory
 from drot.rotation.work import work_of_ranks
 
 
@@ -96,3 +102,15 @@ def test_ranks_compute_rows_of_a_rotated_hessian_and_of_a_boundary():
 
 def draw_orthogonal(seed, layer):
     return random_rotation(len(layer.norms[0].weight), layer.heads, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("room", "layers"), [(0.5, 1), (2.5, 3), (9, 4)])
+def test_a_gpu_gets_the_layers_of_the_next_batch_that_it_has_room_for(room, layers, monkeypatch):
+    model, tokens = small_model("llama", num_hidden_layers=6), random_tokens(8, 16)
+    run = RunContext(model, resolve(recipe()), tokens, torch.device("cpu"), silent, ranks=Ranks(size=4))
+    assert training.layers_ahead(run) == 1
+    needed = max(run.device_memory, training_memory(run.sizes, run.recipe))
+    layer = sum(parameter.nbytes for parameter in run.model.layers[0].module.parameters())
+    monkeypatch.setattr(training, "is_gpu", lambda device: True)
+    monkeypatch.setattr(training, "free_memory", lambda device: needed + int(room * layer))
+    assert training.layers_ahead(run) == layers

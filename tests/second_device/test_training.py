@@ -3,6 +3,7 @@
 import gc
 import itertools
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -79,6 +80,32 @@ def test_a_failed_capture_changes_nothing_and_leaves_no_stream(tmp_path, monkeyp
         assert rotations(tmp_path) == expected
     assert torch.accelerator.current_stream("second:0") == stream
     assert ["could not be captured" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_objectives_in_main_memory_are_not_captured(monkeypatch, caplog):
+    """Though every step takes all of them: a copy to the device is no part of a graph."""
+    monkeypatch.setattr("drot.machine.graph._failed", set())
+    with caplog.at_level(logging.WARNING, logger="drot"):
+        prune(None, one_shot("shared", steps=STEPS, layers_per_step=99), device="second:0")
+    assert not caplog.records
+
+
+def test_the_last_evaluation_has_the_memory_of_the_graph(tmp_path, monkeypatch):
+    total, made, seen = train._SummedObjective.__call__, [], []
+
+    class Step(train.GraphedStep):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(weakref.ref(self))
+
+    def watched(self, *arguments: Any) -> Any:
+        seen.append(sum(step() is not None for step in made))
+        return total(self, *arguments)
+
+    monkeypatch.setattr(train, "GraphedStep", Step)
+    monkeypatch.setattr(train._SummedObjective, "__call__", watched)
+    rotations(tmp_path)
+    assert len(made) > 1 and seen[-1] == 0 < seen[-2]
 
 
 @pytest.mark.parametrize(
