@@ -27,7 +27,7 @@ from drot.config import ResolvedRecipe
 from drot.machine import transfer
 from drot.machine.ranks import ALONE, CPU, Ranks
 from drot.model.decoder import DecoderModel
-from drot.pipeline import distill, events, invariance, kept_weights, states, training, weigh
+from drot.pipeline import distill, invariance, kept_weights, states, training, weigh
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
 from drot.pipeline.run import PruningRun
@@ -405,11 +405,13 @@ def counted_run(
     costs = Costs(device)
     files: Any = CountedFiles()
 
-    def listen(event: events.Event) -> None:
-        if isinstance(event, events.StepBegan | events.StepEnded):
-            costs.step = event.step if isinstance(event, events.StepBegan) else ""
-            if costs.step == "check" and not costs.before:
-                costs.before = costs.seconds.copy()
+    @contextlib.contextmanager
+    def during(step: str) -> Iterator[None]:
+        costs.step = step
+        if step == "check" and not costs.before:
+            costs.before = costs.seconds.copy()
+        yield
+        costs.step = ""
 
     with as_on_a_gpu() if device.type == "meta" else contextlib.nullcontext():
         # a skeleton, as a run that reads its layers from files
@@ -419,13 +421,13 @@ def counted_run(
             model, recipe, tokens, device, lambda event: None, weights=weights, ranks=ranks,
             distill_tokens=tokens,
         )  # fmt: skip
-        context.listeners = [listen]
         costs.layers_ahead = training.layers_ahead(context)
         layers = f"{context.model.family.layers}."
         outside = [part.nbytes for name, part in model.named_parameters() if not name.startswith(layers)]
         costs.ends = sum(outside)
         run = PruningRun(context)
         with (
+            mock.patch.object(context.watch, "during", during),
             mock.patch.object(stream, "ahead", costs.ahead),
             mock.patch.object(transfer.CopiesHome, "write", lambda *given: costs.write(*given)),
             costs,

@@ -34,7 +34,6 @@ from drot.model.layer import DecoderLayer
 from drot.model.stored import load_stored, stored_tensors
 from drot.pipeline.batches import Batches, schedule
 from drot.pipeline.context import RunContext
-from drot.pipeline.events import Advanced, Announced
 from drot.pipeline.kept_weights import KeptWeights
 from drot.pipeline.memory import distillation_memory
 from drot.pipeline.shard import as_saved, dense_tensors, round_weights
@@ -89,8 +88,7 @@ def distill(
             stream is not rotated.
         state: saves the layers and the record; None saves nothing.
     """
-    run.emit(Announced(step="distill"))
-    with run.during("distill"):
+    with run.during("distill", announced=True):
         if state is not None:
             state.wait()  # a layer that is still being written must not change
             if (record := _restored(run, state)) is not None:
@@ -266,7 +264,7 @@ def _train(
                 total += lost if own else 0.0
                 step += 1
                 shown = lost / (len(batch) * length)
-                run.emit(Advanced(step="distill", done=step, total=steps, loss=shown))
+                run.report("distill", done=step, total=steps, loss=shown)
             curve.append(ranks.total(total) / (batches.trained_count * length))
             if not math.isfinite(curve[-1]):
                 break

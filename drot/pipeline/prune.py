@@ -171,7 +171,7 @@ def prune(
             progress=progress if ranks.first else silent,
             ranks=ranks,
         )
-        prepared.context.clock.seconds["load"] = time.perf_counter() - started
+        prepared.context.watch.seconds["load"] = time.perf_counter() - started
         _check_trainings(prepared.context)
         given = None if rotations is None else read_given(prepared.context, Path(rotations))
         run = PruningRun(prepared.context, given)

@@ -15,7 +15,6 @@ from drot.model.layer import DecoderLayer
 from drot.model.rotation import Boundary, LayerRotation
 from drot.model.stored import stored_tensors
 from drot.pipeline.context import RunContext
-from drot.pipeline.events import Advanced
 from drot.pipeline.invariance import check_layer
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
@@ -149,7 +148,7 @@ def recover(run: RunContext, work: LayerWork) -> None:
     index = work.layer.index
 
     def on_epoch(step: int, steps: int, loss: float) -> None:
-        run.emit(Advanced(step="recover", layer=index, done=step, total=steps, loss=loss))
+        run.report("recover", index, done=step, total=steps, loss=loss)
 
     assert work.dense is not None
     with run.during("recover", work.layer):

@@ -14,7 +14,6 @@ from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
-from drot.pipeline.events import Advanced
 from drot.pipeline.memory import device_memory, training_memory
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.shared_state import SharedState
@@ -39,7 +38,7 @@ def train(
     """
 
     def on_step(step: int, steps: int, loss: float) -> None:
-        run.emit(Advanced(step="rotate", layer=index, done=step, total=steps, loss=loss))
+        run.report("rotate", index, done=step, total=steps, loss=loss)
 
     layer = None if index is None else run.model.layers[index]
     with run.during("rotate", layer):

@@ -1,5 +1,7 @@
 """The estimates of a run: its formulas against the operations that torch counts, and a dry run."""
 
+import contextlib
+
 import pytest
 import torch
 from small_models import random_tokens, small_model
@@ -14,7 +16,6 @@ from drot.pipeline import work as formulas
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.dry_run import run_needs
-from drot.pipeline.events import StepBegan, StepEnded
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.run import PruningRun
 from drot.pipeline.sizes import Sizes, sizes_of
@@ -126,13 +127,13 @@ def counted_by_step(run: PruningRun) -> dict[str, float]:
     steps: dict[str, float] = {}
     with counter() as count:
 
-        def listen(event):
-            if isinstance(event, StepBegan):
-                steps[event.step] = steps.get(event.step, 0.0) - count.get_total_flops()
-            elif isinstance(event, StepEnded):
-                steps[event.step] += count.get_total_flops()
+        @contextlib.contextmanager
+        def during(step):
+            steps[step] = steps.get(step, 0.0) - count.get_total_flops()
+            yield
+            steps[step] += count.get_total_flops()
 
-        run.context.listeners.append(listen)
+        run.context.watch.during = during
         run.execute(None)
     return steps
 
