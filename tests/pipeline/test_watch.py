@@ -10,11 +10,9 @@ from small_models import small_model
 from drot.checkpoint.resume import RunState
 from drot.config import resolve
 from drot.core.events import ProgressEvent, silent
-from drot.machine.ranks import ALONE
 from drot.pipeline import watch
 from drot.pipeline.context import RunContext
 from drot.pipeline.run import PruningRun
-from drot.pipeline.shared_state import SharedState
 from drot.pipeline.watch import Watch
 
 CPU = torch.device("cpu")
@@ -91,7 +89,7 @@ def steps_of(context, out):
         return during(step, layer, **options)
 
     context.during = note
-    PruningRun(context).execute(SharedState(ALONE, out, lambda: RunState(out, {})))
+    PruningRun(context).execute(RunState(out, {}))
     return found
 
 
