@@ -23,15 +23,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from drot.calibration import cholesky, hessian, layer_pass, stream
+from drot.checkpoint.resume import RunState
 from drot.config import ResolvedRecipe
 from drot.machine import transfer
 from drot.machine.ranks import ALONE, CPU, Ranks
 from drot.model.decoder import DecoderModel
-from drot.pipeline import distill, events, invariance, kept_weights, states, training, weigh
+from drot.pipeline import distill, invariance, kept_weights, states, training, weigh
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
 from drot.pipeline.run import PruningRun
-from drot.pipeline.shared_state import SharedState
 from drot.pipeline.steps import BESIDE
 from drot.pipeline.work import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
 from drot.pruning import solve
@@ -76,6 +76,8 @@ class CountedRanks(Ranks):
 
     values: what `on_rank` gave to rank 0 in the same run, for another rank; rank 0 writes it there.
     """
+
+    first = True  # every rank has the files
 
     def __init__(self, rank: int, size: int, values: list[Any], machine: bool = False) -> None:
         super().__init__(rank, size, rank % GPUS_OF_A_MACHINE)
@@ -296,27 +298,20 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **o
     return aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)[0]
 
 
-class CountedFiles:
-    """Takes the place of RunState: counts the bytes of its parts. Nothing is on the disk.
+class CountedFiles(RunState):
+    """Counts the bytes of the parts. Nothing is on the disk.
 
     written: `rotation` and `layer` → the bytes of their parts, which a thread writes. home: the bytes that it
         copies from the GPU before.
     ahead: the bytes that are read before they are needed.
     """
 
-    folder = Path()
-
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(Path("nowhere", "out"), {}, ranks=ranks)
         self.written, self.home, self.ahead = Counter[str](), 0, 0
-        self._kept: dict[str, Mapping[str, Tensor]] = {}
+        self._kept: dict[str, dict[str, Tensor]] = {}
         self._layers: dict[str, dict[str, Any]] = {}
-        self._coming = ""
-
-    def load(self, name: str) -> None:
-        return None
-
-    def wait(self) -> None:
-        pass
+        self._asked = ""
 
     def save_later(self, parts: Mapping[str, tuple[Mapping[str, Tensor], Any]]) -> None:
         for name, (tensors, _) in parts.items():
@@ -332,13 +327,13 @@ class CountedFiles:
         self.save_later({name: (tensors, record)})
 
     def read_ahead(self, name: str, device: torch.device) -> None:
-        self._coming = name
+        self._asked = name
 
-    def loaded(self, name: str) -> Mapping[str, Tensor]:
+    def loaded_alone(self, name: str) -> dict[str, Tensor]:
         if name in self._layers:
             shapes = self._layers[name].items()
             return {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in shapes}
-        if name == self._coming:
+        if name == self._asked:
             self.ahead += sum(tensor.nbytes for tensor in self._kept[name].values())
         return self._kept[name]
 
@@ -404,13 +399,15 @@ def counted_run(
     """The costs of a run by its steps, and its files beside the model's. `meta` is taken for a GPU."""
     device = model.device
     costs = Costs(device)
-    files: Any = CountedFiles()
+    files = CountedFiles(ranks)
 
-    def listen(event: events.Event) -> None:
-        if isinstance(event, events.StepBegan | events.StepEnded):
-            costs.step = event.step if isinstance(event, events.StepBegan) else ""
-            if costs.step == "check" and not costs.before:
-                costs.before = costs.seconds.copy()
+    @contextlib.contextmanager
+    def during(step: str) -> Iterator[None]:
+        costs.step = step
+        if step == "check" and not costs.before:
+            costs.before = costs.seconds.copy()
+        yield
+        costs.step = ""
 
     with as_on_a_gpu() if device.type == "meta" else contextlib.nullcontext():
         # a skeleton, as a run that reads its layers from files
@@ -420,18 +417,18 @@ def counted_run(
             model, recipe, tokens, device, lambda event: None, weights=weights, ranks=ranks,
             distill_tokens=tokens,
         )  # fmt: skip
-        context.listeners = [listen]
         costs.layers_ahead = training.layers_ahead(context)
         layers = f"{context.model.family.layers}."
         outside = [part.nbytes for name, part in model.named_parameters() if not name.startswith(layers)]
         costs.ends = sum(outside)
         run = PruningRun(context)
         with (
+            mock.patch.object(context.watch, "during", during),
             mock.patch.object(stream, "ahead", costs.ahead),
             mock.patch.object(transfer.CopiesHome, "write", lambda *given: costs.write(*given)),
             costs,
         ):
-            run.execute(SharedState(ranks, Path("out"), lambda: files))
+            run.execute(files)
             costs.step = "save"
             run.rotate_ends()
     return costs, files

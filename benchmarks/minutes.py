@@ -50,10 +50,10 @@ from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE
 from drot.machine.transfer import pinned_bytes
 from drot.model.decoder import DecoderModel
-from drot.pipeline import events
 from drot.pipeline.distill import USED_SHARE
 from drot.pipeline.memory import distillation_memory
 from drot.pipeline.sizes import sizes_of, without_weights
+from drot.pipeline.watch import STEPS
 from drot.pipeline.weigh import KEPT_SHARE, kept_layers
 
 #: Seconds until the first step: imports (6 on the machine of the tests), the text, the first use of the GPU.
@@ -176,7 +176,7 @@ def minutes_of(
     layer = OfLayer(shape, recipe, torch.zeros(nsamples, seqlen, dtype=torch.long), size)
     trained = math.ceil(count / size) / count if dense else 0.0  # of the layers, by this rank
     ops = Counter({k: layer.ops[k] + trained * layer.training[k] for k in layer.ops | layer.training})
-    seconds = dict.fromkeys(events.STEPS[1:], 0.0)  # the first is `load`
+    seconds = dict.fromkeys(STEPS[1:], 0.0)  # the first is `load`
     for (step, _), value in ops.items():
         if step in seconds:
             seconds[step] += value

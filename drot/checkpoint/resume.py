@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from drot.core.errors import UserError
 from drot.core.files import new_file, write_json, writing
 from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
 from drot.core.reading import read_json
+from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import background_thread, copied_home, in_main_memory
 
 logger = logging.getLogger("drot")
@@ -139,18 +141,31 @@ class RunState:
     equal the lost ones, as they do on the same machine with the same number of threads; otherwise they are
     computed again too.
 
+    Of several ranks, rank 0 alone reads and writes files, so `out` need not be a shared folder. The others
+    get from it what is loaded, and its exceptions. What they would save is left out.
+
     out: the folder of the finished run.
     identity: the values that must be equal for the run to be resumed. Raises UserError if they are not.
     machine: what the bytes of the parts depend on beside `identity`, from `machine()`. It is stored with each
         part.
+    ranks: those that share the run; each makes its RunState at the same time.
 
     Attributes:
+        disk: a folder on the disk of `out`, or, on a machine that does not have it, for temporary files.
         other_machines: the machines that computed other parts of the run; a warning names what differs.
     """
 
-    def __init__(self, out: Path, identity: dict[str, Any], machine: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        identity: dict[str, Any],
+        machine: dict[str, Any] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.folder = partial_folder(out)
+        self.disk = out.parent if out.parent.is_dir() else Path(tempfile.gettempdir())
         self.identity = identity
+        self._ranks = ranks
         self._lock = threading.Lock()
         self._writer: ThreadPoolExecutor | None = None
         self._hasher: ThreadPoolExecutor | None = None
@@ -162,10 +177,14 @@ class RunState:
         self._parts: dict[str, Any] = {}
         self._machine = json.loads(json.dumps(machine))  # as it is read from the journal
         self.other_machines: list[dict[str, Any]] = []
+        ranks.on_first(self._find_parts)
+
+    def _find_parts(self) -> None:
+        """Reads the journal of an unfinished run."""
         before = _read_identity(self.folder)
         if before is None:
             return
-        if changed := identity_differences(before, identity, "the unfinished run"):
+        if changed := identity_differences(before, self.identity, "the unfinished run"):
             raise UserError(
                 f"cannot resume {self.folder}: {changed}; repeat the settings of the unfinished run or "
                 "remove the folder"
@@ -204,6 +223,9 @@ class RunState:
 
         All parts are written when it ends, also after an error.
         """
+        if not self._ranks.first:
+            yield
+            return
         with (
             background_thread("drot-hash") as self._hasher,
             background_thread("drot-save") as self._writer,
@@ -223,6 +245,8 @@ class RunState:
         The parts before are hashed meanwhile. Tensors on a GPU are copied in a thread. No tensor may change
         before the context ends. Raises the WriteError of the parts before.
         """
+        if not self._ranks.first:
+            return
         assert self._writer is not None, "`save_later` needs the context `saving`"
         last = self._end_of_writing()
         self._end_of_hashing()
@@ -261,8 +285,9 @@ class RunState:
 
         Raises WriteError if writing fails; the parts before it are kept.
         """
-        self._write(name, tensors)
-        self._enter(name, record)
+        if self._ranks.first:
+            self._write(name, tensors)
+            self._enter(name, record)
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         self._begin()
@@ -302,11 +327,18 @@ class RunState:
                 raise
 
     def load(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """The tensors and the record of the part `name`; None if it is not finished, or damaged."""
-        if name not in self._parts:
-            return None  # a file without an entry was cut off between the writing of the two
-        self.wait()  # a part that was computed again may have made this one useless
-        return self._read(name)
+        """The tensors and the record of the part `name`; None if it is not finished, or damaged.
+
+        All ranks call it.
+        """
+
+        def found() -> tuple[dict[str, torch.Tensor], Any] | None:
+            if name not in self._parts:
+                return None  # a file without an entry was cut off between the writing of the two
+            self.wait()  # a part that was computed again may have made this one useless
+            return self._read(name)
+
+        return self._ranks.on_first(found)
 
     def _read(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
         if (entry := self._parts.get(name)) is None:
@@ -319,8 +351,13 @@ class RunState:
         with safe_open(file, framework="pt") as handle:
             return {key: handle.get_tensor(key) for key in handle.keys()}, json.loads(entry["record"])  # noqa: SIM118
 
-    def loaded(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of the part `name`, which this run has written or loaded before.
+    def loaded(self, name: str, device: torch.device) -> dict[str, torch.Tensor]:
+        """As `loaded_alone`, on the device of the ranks, or in main memory; all ranks call it."""
+        found = self._ranks.on_rank(0, lambda: self.loaded_alone(name), device)
+        return {key: tensor.to(device) for key, tensor in found.items()}
+
+    def loaded_alone(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of the part `name`, which this run has written or loaded before, on rank 0 alone.
 
         It waits for parts that are written only if this is one of them.
 
@@ -340,6 +377,8 @@ class RunState:
 
         device: where the caller needs the tensors. They lie in main memory, pinned for a GPU.
         """
+        if not self._ranks.first:
+            return
         assert self._reader is not None, "`read_ahead` needs the context `saving`"
 
         def read() -> tuple[dict[str, torch.Tensor], Any] | None:

@@ -11,27 +11,27 @@ from transformers import PreTrainedModel
 from drot.calibration.token_weights import TokenWeights
 from drot.checkpoint.records import PlaceOfStates
 from drot.config import ResolvedRecipe
-from drot.core.events import Progress
+from drot.core.events import Progress, ProgressEvent
 from drot.machine.memory import return_free_memory
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.rotation import Bases
-from drot.pipeline import events
-from drot.pipeline.events import Event, Listener
 from drot.pipeline.memory import device_memory
 from drot.pipeline.sizes import Sizes, sizes_of
+from drot.pipeline.watch import Watch
 from drot.sparse.packed import dense_linears
 
 
 class RunContext:
-    """The model, the recipe, the calibration tokens, the device, the ranks and the listeners of one run.
+    """The model, the recipe, the calibration tokens, the device, the ranks and the progress of one run.
 
     model: a causal language model that fits the recipe (validation.py).
     tokens: calibration token ids [nsamples, seqlen]. `training_tokens` are the first of them, with which
         rotations are trained.
     distill_tokens: those of the training of all layers together; None without it.
     device: where this rank computes.
+    progress: the caller's, which `report` calls.
     save_dtype: dtype of the weights in the result; None is the dtype of the model.
     weights: where the weights of a skeleton are read from, as in DecoderModel.
     ranks: those that share the work of the run.
@@ -71,9 +71,7 @@ class RunContext:
         self.place_of_states: PlaceOfStates = "main memory"
         #: of the calibration tokens, when they are known; None if all count alike
         self.token_weights: TokenWeights | None = None
-        self.clock, self.memory = events.Stopwatch(self.device), events.MemoryWatch(self.device)
-        reports = events.ProgressReports(progress, len(self.model.layers))
-        self.listeners: list[Listener] = [self.clock, self.memory, reports]
+        self.watch, self._progress = Watch(device), progress
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -85,9 +83,18 @@ class RunContext:
         """About the bytes on the device while a layer is pruned, without hidden states."""
         return device_memory(self.sizes, self.recipe, self.dtype)
 
-    def emit(self, event: Event) -> None:
-        for listener in self.listeners:
-            listener(event)
+    def report(
+        self, step: str, layer: int | None = None, *, done: int = 0, total: int = 0, loss: float | None = None
+    ) -> None:
+        """Tells the caller's `progress` where the run is.
+
+        layer: counted from 0; None outside of the layers. done, total, loss: `step`, `steps` and `loss` of
+            ProgressEvent.
+        """
+        layers = 0 if layer is None else len(self.model.layers)
+        self._progress(
+            ProgressEvent(phase=step, layer=layer or 0, layers=layers, step=done, steps=total, loss=loss)
+        )
 
     @contextlib.contextmanager
     def during(
@@ -97,15 +104,14 @@ class RunContext:
         *,
         announced: bool = False,
     ) -> Iterator[None]:
-        """A context that emits the beginning and the end of `step`."""
+        """A context in which `step` is measured. announced: whether its beginning is reported."""
         index = None if layer is None else layer.index
         self.ranks.where = f"the step {step}" + ("" if index is None else f" of layer {index}")
         if announced:
-            self.emit(events.Announced(step=step, layer=index))
-        self.emit(events.StepBegan(step=step, layer=index))
+            self.report(step, index)
         try:
-            yield
+            with self.watch.during(step):
+                yield
         finally:
-            self.emit(events.StepEnded(step=step, layer=index))
             if self.model.is_skeleton:
                 return_free_memory()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from drot.calibration.stream import CalibrationStream
 from drot.calibration.token_weights import LOGIT_TOKENS
 from drot.checkpoint.records import DistillationRecord
-from drot.checkpoint.resume import DISTILLED
+from drot.checkpoint.resume import DISTILLED, RunState
 from drot.checkpoint.size import size_text
 from drot.config.settings import values_of
 from drot.machine.devices import free_memory, is_gpu
@@ -34,11 +34,9 @@ from drot.model.layer import DecoderLayer
 from drot.model.stored import load_stored, stored_tensors
 from drot.pipeline.batches import Batches, schedule
 from drot.pipeline.context import RunContext
-from drot.pipeline.events import Advanced, Announced
 from drot.pipeline.kept_weights import KeptWeights
 from drot.pipeline.memory import distillation_memory
 from drot.pipeline.shard import as_saved, dense_tensors, round_weights
-from drot.pipeline.shared_state import SharedState
 from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import further_states
 from drot.pipeline.steps import part_of
@@ -72,7 +70,7 @@ def distill(
     run: RunContext,
     dense: CalibrationStream,
     bases: tuple[Tensor, Tensor] | None,
-    state: SharedState | None,
+    state: RunState | None,
 ) -> DistillationRecord:
     """Trains the kept weights and the norms of all layers, and brings the layers into their saved form.
 
@@ -89,8 +87,7 @@ def distill(
             stream is not rotated.
         state: saves the layers and the record; None saves nothing.
     """
-    run.emit(Announced(step="distill"))
-    with run.during("distill"):
+    with run.during("distill", announced=True):
         if state is not None:
             state.wait()  # a layer that is still being written must not change
             if (record := _restored(run, state)) is not None:
@@ -117,7 +114,7 @@ def _settings(run: RunContext) -> dict[str, Any]:
     return {**chosen, "tokens": calibration_hash(run.distill_tokens)}
 
 
-def _restored(run: RunContext, state: SharedState) -> DistillationRecord | None:
+def _restored(run: RunContext, state: RunState) -> DistillationRecord | None:
     """Brings the layers into their saved form, as an interrupted run has trained them.
 
     None if no run has, or with other settings, or if a layer is damaged.
@@ -139,7 +136,7 @@ def _restored(run: RunContext, state: SharedState) -> DistillationRecord | None:
 
 
 def _record_of_training(
-    run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None, state: SharedState | None
+    run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None, state: RunState | None
 ) -> DistillationRecord:
     """Trains, if the memory suffices. A model in memory has its pruned weights again if that does not help.
 
@@ -173,7 +170,7 @@ def _trained(
     run: RunContext,
     dense: CalibrationStream,
     bases: tuple[Tensor, Tensor] | None,
-    state: SharedState | None,
+    state: RunState | None,
     *,
     keeps: bool,
 ) -> DistillationRecord:
@@ -206,7 +203,7 @@ def _needed(run: RunContext, *, keeps: bool = False) -> int:
     return copies + distillation_memory(sizes, run.recipe, run.dtype, keeps=keeps)
 
 
-def _load(run: RunContext, state: SharedState | None, layer: DecoderLayer) -> None:
+def _load(run: RunContext, state: RunState | None, layer: DecoderLayer) -> None:
     """Brings a pruned layer to the device of the run, in the dtype of its computation."""
     if run.model.is_skeleton:
         assert state is not None, "a skeleton's layers are in the state of the run"
@@ -266,7 +263,7 @@ def _train(
                 total += lost if own else 0.0
                 step += 1
                 shown = lost / (len(batch) * length)
-                run.emit(Advanced(step="distill", done=step, total=steps, loss=shown))
+                run.report("distill", done=step, total=steps, loss=shown)
             curve.append(ranks.total(total) / (batches.trained_count * length))
             if not math.isfinite(curve[-1]):
                 break

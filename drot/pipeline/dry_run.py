@@ -48,7 +48,7 @@ class RunNeeds:
     distillation: the same while all layers are trained together; 0 without that.
     states: bytes of the hidden states of the calibration, of all ranks. place_of_states: where they would lie
         now. In a file or on a GPU they are not counted as `main_memory`.
-    work: phase → dtype → operations, of all ranks.
+    work: phase → dtype → operations of all ranks, a lower bound.
     seconds: seconds of the work at the rates of matrix products on the device, or on as many GPUs as there
         are ranks, which no run reaches.
     """

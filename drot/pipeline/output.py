@@ -18,7 +18,6 @@ from drot.machine.environment import device_name, machine, versions
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.distill import distilled_part
-from drot.pipeline.events import Announced
 from drot.pipeline.identity import calibration_record
 from drot.pipeline.prepare import Prepared
 from drot.pipeline.rotation_files import path_inside
@@ -67,8 +66,8 @@ def manifest_of(
 
 
 def _times(context: RunContext, total: float) -> dict[str, Any]:
-    seconds = Seconds.model_validate({**context.clock.seconds, "total": total})
-    peaks = {step: MemoryPeak.model_validate(peak) for step, peak in context.memory.peaks.items()}
+    seconds = Seconds.model_validate({**context.watch.seconds, "total": total})
+    peaks = {step: MemoryPeak.model_validate(peak) for step, peak in context.watch.peaks.items()}
     return {"seconds": seconds, "peak_memory": peaks}
 
 
@@ -107,12 +106,12 @@ def write_result(
 
     def finish(manifest: Manifest) -> None:  # all else is written
         now = time.perf_counter()
-        context.clock.seconds["save"] += now - before_saving
+        context.watch.seconds["save"] += now - before_saving
         for name, value in _times(context, now - started).items():
             setattr(manifest, name, value)
 
     part = part_of if run.distillation is None else distilled_part
-    context.emit(Announced(step="save"))
+    context.report("save")
     written = save_checkpoint(
         context.model.model,
         prepared.tokenizer,

@@ -51,7 +51,6 @@ from drot.pipeline.rotation_files import (
     with_given_r3,
 )
 from drot.pipeline.run import PruningRun
-from drot.pipeline.shared_state import SharedState
 from drot.pipeline.sizes import sizes_of
 from drot.sparse.packed import check_format, check_packable
 
@@ -171,7 +170,7 @@ def prune(
             progress=progress if ranks.first else silent,
             ranks=ranks,
         )
-        prepared.context.clock.seconds["load"] = time.perf_counter() - started
+        prepared.context.watch.seconds["load"] = time.perf_counter() - started
         _check_trainings(prepared.context)
         given = None if rotations is None else read_given(prepared.context, Path(rotations))
         run = PruningRun(prepared.context, given)
@@ -246,7 +245,7 @@ def _run(
 ) -> PruneResult:
     """Executes the run and writes its result, or loads the result of a run that is `finished`."""
     context, model, ranks = run.context, run.context.model, run.context.ranks
-    state: SharedState | None = None
+    state: RunState | None = None
     if context.dense_linears is not None:
         check_packable(model.model, context.dense_linears)
     identity = run_identity(context, run.given) if out is not None or rotations_out is not None else None
@@ -256,7 +255,7 @@ def _run(
     if out is not None and identity is not None:
         if finished:
             return ranks.on_first(lambda: _finished_result(out, identity, rotations_out))
-        state = SharedState(ranks, out, lambda: _open_state(context, out, identity))
+        state = _open_state(context, out, identity)
     with _says_how_to_resume(ranks, state):
         run.execute(state)
 
@@ -266,9 +265,8 @@ def _run(
                 if context.save_dtype != context.dtype:
                     cast_weights(model.model, context.save_dtype, "save_dtype")
                 as_drot_model(model.model)
-                own = None if state is None else state.own
-                manifest = manifest_of(prepared, run, identity, own)
-                return write_result(prepared, run, manifest, out, rotations_out, own, started)
+                manifest = manifest_of(prepared, run, identity, state)
+                return write_result(prepared, run, manifest, out, rotations_out, state, started)
 
         # without a checkpoint, the result is the model in the memory of every rank
         manifest = finish() if out is None else ranks.on_first(finish)
@@ -284,17 +282,17 @@ def _check_rotations(file: Path, identity: dict[str, Any] | None) -> None:
 def _open_state(context: RunContext, out: Path, identity: dict[str, Any]) -> RunState:
     """The state of the run. Raises UserError if it is of another run, or if the disk is too small."""
     here = {"versions": versions(), **machine(context.device)}
-    state = RunState(out, identity_of_parts(identity), here)
+    state = RunState(out, identity_of_parts(identity), here, context.ranks)
     sizes = sizes_of(context.model, *context.tokens.shape)
     checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
     if (whole := getattr(context.model.model, "drot_whole", None)) is not None:
         checkpoint += whole.kept_bytes
-    check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0)
+    context.ranks.on_first(lambda: check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0))
     return state
 
 
 @contextlib.contextmanager
-def _says_how_to_resume(ranks: Ranks, state: SharedState | None) -> Iterator[None]:
+def _says_how_to_resume(ranks: Ranks, state: RunState | None) -> Iterator[None]:
     """Adds to a WriteError, as on a full disk, and to RankEnded, that the finished parts are kept.
 
     torchrun ends the other ranks as Ctrl-C does when a rank has ended: that is RankEnded too. So is an error
@@ -309,7 +307,7 @@ def _says_how_to_resume(ranks: Ranks, state: SharedState | None) -> Iterator[Non
         told = str(error) if isinstance(error, WriteError | RankEnded) else ranks.who_ended()
         if told is None:
             raise
-        if state is not None and (state.own is None or state.own.folder.exists()):
+        if state is not None and (not ranks.first or state.folder.exists()):
             room = "make room and " if isinstance(error, WriteError) else ""
             told += f"; {kept}: {room}continue with `resume=True`"
         raise UserError(told) from error

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.records import DistillationRecord
+from drot.checkpoint.resume import RunState
 from drot.machine.devices import free_memory
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
@@ -19,7 +20,6 @@ from drot.pipeline.distill import distill
 from drot.pipeline.invariance import ModelCheck, check_outputs
 from drot.pipeline.memory import further_bytes, pass_bytes
 from drot.pipeline.rotation_files import GivenRotations
-from drot.pipeline.shared_state import SharedState
 from drot.pipeline.states import embed, further_states
 from drot.pipeline.steps import LayerWork
 from drot.pipeline.training import saved_rotations, train_layers, train_shared
@@ -60,12 +60,12 @@ class PruningRun:
         """The share of zeros among the weights of the finished layers' linears, in [0, 1]."""
         return self._zeros / self._weights
 
-    def execute(self, state: SharedState | None) -> None:
+    def execute(self, state: RunState | None) -> None:
         """Rotates and prunes the layers. `state` saves the finished layers; None saves nothing."""
         with contextlib.nullcontext() if state is None else state.saving():
             self._prune_layers(state)
 
-    def _prune_layers(self, state: SharedState | None) -> None:
+    def _prune_layers(self, state: RunState | None) -> None:
         run, recipe = self.context, self.context.recipe
         distills = recipe.recovery.distill_epochs > 0
         weighs, trains_first = recipe.pruning.token_weights == "gradient", self._trains_first
@@ -123,7 +123,7 @@ class PruningRun:
         self.rotations = found
         if state is not None and trains_first and isinstance(known, RotationsOfLayers):
             # from now on rank 0 alone reads
-            self.rotations = saved_rotations(run, state.own.loaded) if state.own else {}
+            self.rotations = saved_rotations(run, state.loaded_alone) if run.ranks.first else {}
 
     def _dense_stream(self, stream: CalibrationStream) -> CalibrationStream:
         """A copy of the stream for the dense model, on the device if it has room, or where the stream is."""
@@ -144,7 +144,7 @@ class PruningRun:
         return self.given is None and run.rotates and run.recipe.rotation.hessians == "dense"
 
     def _known_rotations(
-        self, state: SharedState | None
+        self, state: RunState | None
     ) -> tuple[Mapping[int, LayerRotation], Mapping[int, dict[str, Any]]]:
         """The rotations that are known before the pruning, and what their training adds to the records."""
         run = self.context

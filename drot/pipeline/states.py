@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream, empty_on
 from drot.checkpoint.records import PlaceOfStates
+from drot.checkpoint.resume import RunState
 from drot.config import ResolvedRecipe
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
@@ -19,7 +20,6 @@ from drot.pipeline.sizes import Sizes
 
 if TYPE_CHECKING:
     from drot.pipeline.context import RunContext
-    from drot.pipeline.shared_state import SharedState
 
 #: from the fastest place to the slowest
 PLACES: tuple[PlaceOfStates, ...] = get_args(PlaceOfStates)
@@ -63,7 +63,7 @@ def further_states(run: "RunContext", beside: CalibrationStream) -> CalibrationS
     return CalibrationStream(hidden_states, beside.layer_kwargs, run.device, beside.empty, run.ranks)
 
 
-def embed(run: "RunContext", tokens: Tensor, state: "SharedState | None") -> CalibrationStream:
+def embed(run: "RunContext", tokens: Tensor, state: RunState | None) -> CalibrationStream:
     """The input of the first layer for this rank's part of `tokens` [nsamples, seqlen], where it has room.
 
     The context then knows the place, which is the same on all ranks of a machine: each would count as free

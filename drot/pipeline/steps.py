@@ -10,18 +10,17 @@ from torch import Tensor
 
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.resume import RunState
 from drot.machine.products import merging_dtype
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Boundary, LayerRotation
 from drot.model.stored import stored_tensors
 from drot.pipeline.context import RunContext
-from drot.pipeline.events import Advanced
 from drot.pipeline.invariance import check_layer
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import recover_layer
 from drot.pipeline.shard import as_saved, load_tensors, round_weights
-from drot.pipeline.shared_state import SharedState
 from drot.pipeline.training import own_r3, train
 from drot.rotation.objective import LayerObjective
 
@@ -150,7 +149,7 @@ def recover(run: RunContext, work: LayerWork) -> None:
     index = work.layer.index
 
     def on_epoch(step: int, steps: int, loss: float) -> None:
-        run.emit(Advanced(step="recover", layer=index, done=step, total=steps, loss=loss))
+        run.report("recover", index, done=step, total=steps, loss=loss)
 
     assert work.dense is not None
     with run.during("recover", work.layer):
@@ -197,7 +196,7 @@ def finish(
         return as_saved(layer, run.save_dtype, run.dense_linears if packs else None)
 
 
-def save(run: RunContext, work: LayerWork, state: SharedState, *, known: bool) -> None:
+def save(run: RunContext, work: LayerWork, state: RunState, *, known: bool) -> None:
     """Saves the finished layer in a thread: its shard of the checkpoint, and what the run needs beside it.
 
     known: whether the rotation was known before the pruning, and needs no saving.
@@ -210,17 +209,17 @@ def save(run: RunContext, work: LayerWork, state: SharedState, *, known: bool) -
         state.save_later({name: (stored_tensors(work.layer), work.record), name + BESIDE: (beside, None)})
 
 
-def load(state: SharedState, layer: DecoderLayer) -> tuple[dict[str, Tensor], dict[str, Tensor], Any] | None:
+def load(state: RunState, layer: DecoderLayer) -> tuple[dict[str, Tensor], dict[str, Tensor], Any] | None:
     """What `save` wrote of a layer: its tensors, those beside them, and its record; None if it is missing."""
     name = part_of(layer)
     shard, beside = state.load(name), state.load(name + BESIDE)
     return None if shard is None or beside is None else (shard[0], beside[0], shard[1])
 
 
-def load_rotation(run: RunContext, state: SharedState, index: int) -> LayerRotation:
+def load_rotation(run: RunContext, state: RunState, index: int) -> LayerRotation:
     """The rotation that `save` wrote of a layer, on rank 0."""
-    assert state.own is not None, "the other ranks need the rotations of two layers, which lie in memory"
-    tensors = state.own.loaded(part_of(run.model.layers[index]) + BESIDE)
+    assert run.ranks.first, "the other ranks need the rotations of two layers, which lie in memory"
+    tensors = state.loaded_alone(part_of(run.model.layers[index]) + BESIDE)
     return LayerRotation.from_tensors(tensors, ROTATION_PREFIX)
 
 

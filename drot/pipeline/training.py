@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
-from drot.pipeline.events import Advanced
 from drot.pipeline.memory import training_memory
 from drot.pipeline.objective import layer_objective
-from drot.pipeline.shared_state import SharedState
 from drot.pipeline.states import embed
 from drot.rotation.objective import LayerObjective
 from drot.rotation.stack import LeftRotated
@@ -38,7 +37,7 @@ def train(
     """
 
     def on_step(step: int, steps: int, loss: float) -> None:
-        run.emit(Advanced(step="rotate", layer=index, done=step, total=steps, loss=loss))
+        run.report("rotate", index, done=step, total=steps, loss=loss)
 
     layer = None if index is None else run.model.layers[index]
     with run.during("rotate", layer):
@@ -93,7 +92,7 @@ def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, L
     return {index: dataclasses.replace(rotation, r3=found[index]) for index, rotation in trained.items()}
 
 
-def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[LayerRotation], dict[str, Any]]:
+def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRotation], dict[str, Any]]:
     """The rotation of each layer, which all share one R1 (`mode="shared"`), and the record of their training.
 
     They are loaded instead if an interrupted run has saved them in `state`.
@@ -128,7 +127,7 @@ def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[Layer
 
 
 def train_layers(
-    run: RunContext, state: SharedState | None
+    run: RunContext, state: RunState | None
 ) -> tuple[RotationsOfLayers, dict[int, dict[str, Any]]]:
     """Trains the rotation of each layer, each on one rank (`hessians="dense"`); the records by layer.
 
@@ -139,7 +138,7 @@ def train_layers(
     """
     done: dict[int, dict[str, Any]] = {}
     trained: dict[int, LayerRotation] = {}
-    keeps = torch.device("cpu" if state is None or state.own is not None else "meta")
+    keeps = torch.device("cpu" if state is None or run.ranks.first else "meta")
     for index in range(run.bases.layers):
         if saved := state.load(_part_of(index)) if state else None:
             done[index] = saved[1]
@@ -156,7 +155,7 @@ def train_layers(
             tensors, done[index] = run.ranks.on_rank(rank, lambda: own, keeps)
             if state is None:
                 trained[index] = LayerRotation.from_tensors(tensors, PREFIX).to("cpu")
-            elif state.own is not None:  # the other ranks keep none
+            elif run.ranks.first:  # the other ranks keep none
                 parts[_part_of(index)] = tensors, done[index]
         if state is not None:
             state.save_later(parts)
@@ -220,7 +219,7 @@ def layers_ahead(run: RunContext) -> int:
 
 
 def _objectives(
-    run: RunContext, state: SharedState | None, done: Collection[int] = (), *, divided: bool = False
+    run: RunContext, state: RunState | None, done: Collection[int] = (), *, divided: bool = False
 ) -> Iterator[tuple[int, LayerObjective | None, dict[str, float]]]:
     """Yields index, objective and dampings of each layer that is not in `done`, from the dense model.
 

@@ -14,6 +14,7 @@ from drot.calibration.token_weights import (
     layer_gradients,
     loss_gradient,
 )
+from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
@@ -21,7 +22,6 @@ from drot.machine.spool import Spool
 from drot.machine.transfer import on_device, pinned_bytes, return_pinned_memory
 from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_outputs
-from drot.pipeline.shared_state import SharedState
 from drot.pipeline.states import embed
 
 #: the name of the part of a run's state that holds them
@@ -30,7 +30,7 @@ PART = "token_weights"
 KEPT_SHARE = 0.5
 
 
-def weigh_tokens(run: RunContext, state: SharedState | None) -> TokenWeights:
+def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
     """The weights of the calibration tokens, from `state` if an interrupted run has saved them there.
 
     A forward pass keeps the inputs of layers (`kept_layers`), and a backward pass goes back from layer to
@@ -95,7 +95,7 @@ def kept_layers(count: int, room: int) -> tuple[int, int]:
 
 
 def _keeper(
-    run: RunContext, stream: CalibrationStream, state: SharedState | None
+    run: RunContext, stream: CalibrationStream, state: RunState | None
 ) -> tuple[Callable[[CalibrationStream], CalibrationStream], int]:
     """A function that copies a stream to where copies have room, and how many have room there.
 

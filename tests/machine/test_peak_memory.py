@@ -1,8 +1,10 @@
 """The peak memory of each step of a run."""
 
+from unittest.mock import Mock
+
 import torch
 
-from drot.pipeline.events import MemoryWatch, StepBegan, StepEnded
+from drot.pipeline.watch import Watch
 
 
 def test_phases_that_overlap_keep_their_peaks(monkeypatch):
@@ -10,13 +12,12 @@ def test_phases_that_overlap_keep_their_peaks(monkeypatch):
     peak = {"now": 10}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: peak["now"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: peak.update(now=1))
-    memory = MemoryWatch(torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Mock())
+    watch = Watch(torch.device("cuda:0"))
     peak["now"] = 50  # before the first phase
-    memory(StepBegan(step="rotate"))
-    peak["now"] = 30
-    memory(StepBegan(step="calibrate"))
-    peak["now"] = 7
-    memory(StepEnded(step="calibrate"))
-    memory(StepEnded(step="rotate"))
-    assert {phase: peaks["gpu"] for phase, peaks in memory.peaks.items()} == {"rotate": 30, "calibrate": 7}
-    assert memory.peaks["rotate"]["process"] > 1 << 20
+    with watch.during("rotate"):
+        peak["now"] = 30
+        with watch.during("calibrate"):
+            peak["now"] = 7
+    assert {phase: peaks["gpu"] for phase, peaks in watch.peaks.items()} == {"rotate": 30, "calibrate": 7}
+    assert watch.peaks["rotate"]["process"] > 1 << 20

@@ -1,5 +1,7 @@
 """The estimates of a run: its formulas against the operations that torch counts, and a dry run."""
 
+import contextlib
+
 import pytest
 import torch
 from small_models import random_tokens, small_model
@@ -14,7 +16,6 @@ from drot.pipeline import work as formulas
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.dry_run import run_needs
-from drot.pipeline.events import StepBegan, StepEnded
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.run import PruningRun
 from drot.pipeline.sizes import Sizes, sizes_of
@@ -85,12 +86,14 @@ def test_forward_and_hessians(family):
     sizes = sizes_of(run.model, *TOKENS.shape)
     stream = CalibrationStream.embed(run.model, TOKENS, run.device)
     layer = run.model.layers[0]
-    assert counted(lambda: stream.advance(layer)) == formulas.forward(sizes)
+    assert counted(lambda: stream.advance(layer)) == formulas.forward(sizes, len(TOKENS))
     for last in range(1, len(layer.groups) + 1):
         groups = layer.groups[:last]
         count = counted(lambda: stream.hessians(layer, groups))  # noqa: B023
-        half = sum(TOKENS.numel() * sizes.inputs(group) ** 2 for group in groups)
-        assert count - half <= formulas.hessians(sizes, groups) <= count, groups
+        half = formulas.hessians(sizes, len(TOKENS), groups)
+        needed = formulas.forward(sizes, len(TOKENS), groups) + half
+        least = 0.7 if groups[-1].input == "r2" else 1.0  # the attention right before is left out
+        assert least * (count - half) <= needed <= count, groups
 
 
 @pytest.mark.parametrize(
@@ -105,20 +108,19 @@ def test_forward_and_hessians(family):
     ],
     ids=lambda r: f"{r.pruning.method} {r.rotation.objective} {r.rotation.blocks} {r.pruning.keep}",
 )
-def test_one_step_of_the_training(chosen):
+def test_the_training_of_a_rotation(chosen):
+    """The products of R2 and R3, and those of R1 with the Hessians, are left out."""
     run, sizes = context(chosen), small_sizes()
     stream = CalibrationStream.embed(run.model, TOKENS, run.device)
     objective, _ = layer_objective(run.model.layers[0], stream, run.recipe)
     optimizer = FastOptimizer(list(objective.identity()), lr=0.1, steps=4, objective=objective.objective)
     _, *gradients = objective.value_and_grad(*optimizer.matrices)
     evaluation = counted(lambda: objective.value_and_grad(*optimizer.matrices))
-    assert evaluation == pytest.approx(
-        formulas.evaluation(sizes, run.recipe, sizes.pruned(run.recipe)[0]), rel=1e-12
-    )
     step = counted(lambda: optimizer.step(gradients))
-    assert step == pytest.approx(
-        formulas.optimizer_step(sizes, run.recipe, sizes.pruned(run.recipe)[:1]), rel=1e-12
-    )
+    cubes = sum(matrix.numel() * matrix.shape[-1] for matrix in optimizer.matrices)
+    assert step == pytest.approx(2 * formulas.FAST_PRODUCTS[objective.objective] * cubes, rel=1e-12)
+    needed = formulas.rotate(sizes, run.recipe, sizes.pruned(run.recipe)[:1])
+    assert 0.7 <= needed / (5 * evaluation + 4 * step) <= 1
 
 
 def counted_by_step(run: PruningRun) -> dict[str, float]:
@@ -126,13 +128,13 @@ def counted_by_step(run: PruningRun) -> dict[str, float]:
     steps: dict[str, float] = {}
     with counter() as count:
 
-        def listen(event):
-            if isinstance(event, StepBegan):
-                steps[event.step] = steps.get(event.step, 0.0) - count.get_total_flops()
-            elif isinstance(event, StepEnded):
-                steps[event.step] += count.get_total_flops()
+        @contextlib.contextmanager
+        def during(step):
+            steps[step] = steps.get(step, 0.0) - count.get_total_flops()
+            yield
+            steps[step] += count.get_total_flops()
 
-        run.context.listeners.append(listen)
+        run.context.watch.during = during
         run.execute(None)
     return steps
 
@@ -140,22 +142,23 @@ def counted_by_step(run: PruningRun) -> dict[str, float]:
 @pytest.mark.parametrize(
     "chosen",
     [
-        recipe(),
-        recipe(mode="shared"),
+        recipe(steps=20),
+        recipe(mode="shared", steps=20),
         recipe(hessians="dense", objective="entropy"),
         recipe(mode="none"),
-        recipe(quality="best").replace(recover="block"),
+        recipe(quality="best", steps=20).replace(recover="block"),
     ],
     ids=["layer", "shared", "dense hessians", "not rotated", "best"],
 )
-def test_every_step_of_a_run(chosen):
+def test_every_step_of_a_run(chosen, monkeypatch):
     """A formula is never above what is computed. A run computes more: both halves of a symmetric product,
-    linears again for the outputs of a layer, output errors, and figures."""
+    linears again for the outputs of a layer, output errors, figures, and what is too small to be counted."""
     run = PruningRun(context(chosen))
     steps, resolved, sizes = counted_by_step(run), run.context.recipe, small_sizes()
     linears = [linear for layer in run.layers for linear in layer["linears"].values()]
     iterations = min(linear.get("admm_iterations", 0) for linear in linears)
-    work = formulas.run_work(sizes, resolved, torch.float32, admm_iterations=iterations)
+    monkeypatch.setattr(formulas, "USUAL_ADMM_ITERATIONS", iterations)
+    work = formulas.run_work(sizes, resolved, torch.float32)
     needed = {step: done["float32"] for step, done in work.items()}
     assert needed.keys() == {
         "calibrate",
@@ -164,11 +167,11 @@ def test_every_step_of_a_run(chosen):
         *(["rotate"] if chosen.rotation.mode != "none" else []),
         *(["recover", "distill"] if chosen.recovery.recover == "block" else []),
     }
-    least = {"calibrate": 0.3, "rotate": 0.95, "prune": 0.28, "recover": 0.9, "distill": 0.9, "weigh": 0.9}
+    least = {"calibrate": 0.5, "rotate": 0.75, "prune": 0.65, "recover": 0.85, "distill": 0.75, "weigh": 0.9}
     if chosen.rotation.mode == "layer" and chosen.rotation.hessians == "dense":
         del needed["rotate"]  # trained in a thread, where torch does not count
     for step, amount in needed.items():
-        assert least[step] <= amount / steps[step] <= 1.001, (step, amount / steps[step])
+        assert least[step] <= amount / steps[step] <= 1, (step, amount / steps[step])
 
 
 @pytest.mark.parametrize("trains", [True, False])
