@@ -43,9 +43,6 @@ def made_layer(index: int, recipe: ResolvedRecipe, roles: tuple[str, ...]) -> di
             "error_before": 0.2,
             "error_after": 0.1,
             "best_epoch": 3,
-            "seconds": 1.0,
-            "train_curve": [0.2, 0.1, 0.1],
-            "held_out_curve": [0.2, 0.1, 0.1],
         }
     return layer
 
@@ -85,8 +82,6 @@ def made_manifest(
             "kl_before": 0.2,
             "kl_after": 0.15,
             "trained": True,
-            "train_curve": [0.2, 0.17, 0.15],
-            "seconds": 1.0,
         }
     assert changes.keys() <= Manifest.model_fields.keys()
     return Manifest.model_validate(entries | changes)
@@ -146,7 +141,6 @@ def made_finetuning(before: float = 9.0, after: float = 8.0, **changes: Any) -> 
         },
         "text": tokens
         | {"source": "wikitext2", "nsamples": 4, "seqlen": 8, "seed": 0, "text_column": "text"},
-        "trained_weights": 100,
         "steps": 4,
         "processes": 1,
         "loss_curve": [[1, 2.5]],

@@ -129,16 +129,11 @@ class RecoveryRecord(Entries):
 
     error_before, error_after: the error on the held-out sequences.
     best_epoch: the number of epochs after which the weights were kept; 0 keeps the weights as pruned.
-    train_curve: the mean error on the trained sequences in each epoch.
-    held_out_curve: the error on the held-out sequences after each epoch.
     """
 
     error_before: float
     error_after: float
     best_epoch: int
-    seconds: float
-    train_curve: list[float]
-    held_out_curve: list[float]
 
 
 class DistillationRecord(Entries):
@@ -149,15 +144,12 @@ class DistillationRecord(Entries):
     kl_before, kl_after: mean KL(dense ‖ pruned) of the next token on held-out sequences, in nats; None if the
         training was left out, or if it is not finite.
     trained: whether the trained weights were kept. They are unless that KL rises by more than 5 %.
-    train_curve: the KL on the trained sequences by epoch.
     left_out: why there was no training.
     """
 
     kl_before: float | None = None
     kl_after: float | None = None
     trained: bool = False
-    train_curve: list[float] = Field(default_factory=list)
-    seconds: float = 0.0
     left_out: str | None = None
 
 
@@ -314,7 +306,6 @@ class FinetuneRecord(Entries):
     method: str
     settings: FinetuneSettings
     text: FinetuneText
-    trained_weights: int
     steps: int
     processes: int
     loss_curve: Curve

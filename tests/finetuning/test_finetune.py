@@ -142,11 +142,6 @@ def test_the_record(pruned, tmp_path):
         assert not any(part.model_extra for part in (record, record.settings, record.text, record.held_out))
     # the second run started from the file of the first, so the figures agree
     assert full.held_out.loss_before == pytest.approx(lora.held_out.loss_after, rel=1e-6)
-    linears = [w for n, w in tensors(folder).items() if n.endswith("_proj.weight")]
-    kept = sum(int((w != 0).sum()) for w in linears)
-    others = sum(w.numel() for n, w in tensors(folder).items() if n.endswith(("norm.weight", "_proj.bias")))
-    assert full.trained_weights == kept + others
-    assert lora.trained_weights == sum(8 * (w.shape[0] + w.shape[1]) for w in linears)
 
 
 def test_the_figures_are_of_the_written_model(pruned, tmp_path):
