@@ -86,12 +86,11 @@ def run_finetuning(
     if not config.keep_adapter:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-    settings = config.to_dict()
-    text = settings.pop("text")
+    text = dataclasses.replace(config.text, seqlen=sequences.shape[1])
+    warmup = config.resolved_warmup_steps(arguments.max_steps)
     record = {
-        "method": config.method,
-        "settings": settings | {"warmup_steps": arguments.warmup_steps},
-        "text": text | {"seqlen": sequences.shape[1], **_hash_and_shape(sequences)},
+        "settings": dataclasses.replace(config, lr=config.resolved_lr, warmup_steps=warmup, text=text),
+        "text": _hash_and_shape(sequences),
         "steps": arguments.max_steps,
         "processes": arguments.world_size,
         "loss_curve": [list(point) for point in reporter.curve],
