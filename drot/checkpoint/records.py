@@ -184,14 +184,6 @@ class GivenRotations(Entries):
     trained_with: dict[str, Any]
 
 
-class SavedRotations(Entries):
-    """The file of rotations that a run wrote outside of the checkpoint."""
-
-    file: str
-    sha256: str
-    bytes: int
-
-
 # ---- what came out -----------------------------------------------------------------------------------
 
 
