@@ -115,7 +115,8 @@ class ProgressReports:
         self._progress, self._layers = progress, layers
 
     def __call__(self, event: Event) -> None:
-        at = dict(phase=event.step, layer=event.layer or 0, layers=self._layers)
+        layers = 0 if event.layer is None else self._layers
+        at = dict(phase=event.step, layer=event.layer or 0, layers=layers)
         if isinstance(event, Advanced):
             self._progress(ProgressEvent(**at, step=event.done, steps=event.total, loss=event.loss))  # type: ignore[arg-type]
         elif isinstance(event, Announced):

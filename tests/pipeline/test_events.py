@@ -83,7 +83,7 @@ def test_announced_steps_and_advances_are_reported():
     ):
         report(event)
     assert seen == [
-        ProgressEvent(phase="calibrate", layer=0, layers=3),
+        ProgressEvent(phase="calibrate", layer=0, layers=0),
         ProgressEvent(phase="prune", layer=1, layers=3),
         ProgressEvent(phase="rotate", layer=2, layers=3, step=10, steps=50, loss=0.5),
     ]
