@@ -5,7 +5,7 @@ from typing import Any
 
 from drot.checkpoint.card import CARD, save_card
 from drot.checkpoint.manifest import Manifest, update_manifest
-from drot.config import Recipe, ResolvedRecipe, resolve
+from drot.config import FinetuneConfig, Recipe, ResolvedRecipe, resolve
 
 MACHINE = {"processor": "x86_64", "gpu": None}
 TRAINED = {
@@ -43,9 +43,6 @@ def made_layer(index: int, recipe: ResolvedRecipe, roles: tuple[str, ...]) -> di
             "error_before": 0.2,
             "error_after": 0.1,
             "best_epoch": 3,
-            "seconds": 1.0,
-            "train_curve": [0.2, 0.1, 0.1],
-            "held_out_curve": [0.2, 0.1, 0.1],
         }
     return layer
 
@@ -85,8 +82,6 @@ def made_manifest(
             "kl_before": 0.2,
             "kl_after": 0.15,
             "trained": True,
-            "train_curve": [0.2, 0.17, 0.15],
-            "seconds": 1.0,
         }
     assert changes.keys() <= Manifest.model_fields.keys()
     return Manifest.model_validate(entries | changes)
@@ -128,25 +123,8 @@ def made_finetuning(before: float = 9.0, after: float = 8.0, **changes: Any) -> 
     tokens = {"sha256": "0", "shape": [4, 8]}
     return {
         "from": "some/folder",
-        "method": "lora",
-        "settings": {
-            "full": False,
-            "keep_adapter": False,
-            "rank": 8,
-            "alpha": 32.0,
-            "dropout": 0.1,
-            "lr": 1e-4,
-            "weight_decay": 0.01,
-            "warmup_steps": 0,
-            "epochs": 1,
-            "batch_size": 1,
-            "accumulation": 1,
-            "gradient_checkpointing": False,
-            "held_out": 2,
-        },
-        "text": tokens
-        | {"source": "wikitext2", "nsamples": 4, "seqlen": 8, "seed": 0, "text_column": "text"},
-        "trained_weights": 100,
+        "settings": FinetuneConfig(lr=1e-4, warmup_steps=0, held_out=2),
+        "text": tokens,
         "steps": 4,
         "processes": 1,
         "loss_curve": [[1, 2.5]],

@@ -20,7 +20,6 @@ from drot.checkpoint.records import (
     Machine,
     MemoryPeak,
     PlaceOfStates,
-    SavedRotations,
     Seconds,
     Share,
     SharedRotationRecord,
@@ -98,7 +97,7 @@ class Manifest(CheckpointManifest):
         shared_rotation: the training of `mode="shared"`.
         distillation: the training of the kept weights of all layers together; None without it.
         rotations_left_out: those of R1, R2 and R3 that the model's family has no place for.
-        rotations_file, saved_rotations: files of rotations that the run used, and wrote outside of `out`.
+        rotations_file: the file of rotations that the run used.
         untied_lm_head: whether lm_head was tied to the embedding in the dense model.
     What came out, beyond the entries of CheckpointManifest:
         relative_logit_error: of the rotated dense model; None for a model that is not rotated.
@@ -120,7 +119,6 @@ class Manifest(CheckpointManifest):
     shared_rotation: SharedRotationRecord | None
     rotations_left_out: list[Literal["r1", "r2", "r3"]] = Field(default_factory=list)
     rotations_file: GivenRotations | None
-    saved_rotations: SavedRotations | None = None
     untied_lm_head: bool
     relative_logit_error: float | None
     versions: Versions

@@ -3,12 +3,14 @@
 An entry without a default is always written. An entry with a default is left out where it has this value.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationInfo
+from pydantic_core import to_json
 
-from drot.config import ResolvedRecipe
+from drot.config import FinetuneConfig, ResolvedRecipe
 from drot.core.reading import Entries
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -34,6 +36,17 @@ def _from_sections(value: Any, info: ValidationInfo) -> Any:
 StoredRecipe = Annotated[
     ResolvedRecipe, BeforeValidator(_from_sections), PlainSerializer(ResolvedRecipe.to_dict)
 ]
+
+
+def _from_fields(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    # a strict dataclass takes fields from JSON, and instances alone from Python
+    return TypeAdapter(FinetuneConfig).validate_json(to_json(value))
+
+
+#: the settings of a fine-tuning
+StoredSettings = Annotated[FinetuneConfig, BeforeValidator(_from_fields), PlainSerializer(dataclasses.asdict)]
 
 
 # ---- what was done -----------------------------------------------------------------------------------
@@ -129,16 +142,11 @@ class RecoveryRecord(Entries):
 
     error_before, error_after: the error on the held-out sequences.
     best_epoch: the number of epochs after which the weights were kept; 0 keeps the weights as pruned.
-    train_curve: the mean error on the trained sequences in each epoch.
-    held_out_curve: the error on the held-out sequences after each epoch.
     """
 
     error_before: float
     error_after: float
     best_epoch: int
-    seconds: float
-    train_curve: list[float]
-    held_out_curve: list[float]
 
 
 class DistillationRecord(Entries):
@@ -149,15 +157,12 @@ class DistillationRecord(Entries):
     kl_before, kl_after: mean KL(dense ‖ pruned) of the next token on held-out sequences, in nats; None if the
         training was left out, or if it is not finite.
     trained: whether the trained weights were kept. They are unless that KL rises by more than 5 %.
-    train_curve: the KL on the trained sequences by epoch.
     left_out: why there was no training.
     """
 
     kl_before: float | None = None
     kl_after: float | None = None
     trained: bool = False
-    train_curve: list[float] = Field(default_factory=list)
-    seconds: float = 0.0
     left_out: str | None = None
 
 
@@ -177,14 +182,6 @@ class GivenRotations(Entries):
     file: str
     sha256: str
     trained_with: dict[str, Any]
-
-
-class SavedRotations(Entries):
-    """The file of rotations that a run wrote outside of the checkpoint."""
-
-    file: str
-    sha256: str
-    bytes: int
 
 
 # ---- what came out -----------------------------------------------------------------------------------
@@ -267,35 +264,6 @@ class EvaluationRecord(Entries):
     baselines: Baselines | None = None
 
 
-class FinetuneSettings(Entries):
-    """The fields of FinetuneConfig that had an effect; None for those of LoRA where all weights trained."""
-
-    full: bool
-    against: str | None = None
-    keep_adapter: bool | None = None
-    rank: int | None = None
-    alpha: float | None = None
-    dropout: float | None = None
-    lr: float
-    weight_decay: float
-    warmup_steps: int
-    epochs: int
-    batch_size: int
-    accumulation: int
-    gradient_checkpointing: bool
-    held_out: int
-
-
-class FinetuneText(TokensRecord):
-    """The text of a fine-tuning, and the sequences that were cut from it."""
-
-    source: str
-    nsamples: int
-    seqlen: int
-    seed: int
-    text_column: str
-
-
 class HeldOut(TokensRecord):
     """The sequences that were not trained on, and what the model loses on them."""
 
@@ -306,15 +274,18 @@ class HeldOut(TokensRecord):
 
 
 class FinetuneRecord(Entries):
-    """A fine-tuning. start: the folder of the model that it started with, `from` in the file."""
+    """A fine-tuning.
+
+    start: the folder of the model that it started with, `from` in the file.
+    settings: with the values that were used for `lr`, `warmup_steps` and `seqlen`.
+    text: the sequences that were trained on.
+    """
 
     model_config = ConfigDict(populate_by_name=True)
 
     start: Annotated[str, Field(alias="from")]
-    method: str
-    settings: FinetuneSettings
-    text: FinetuneText
-    trained_weights: int
+    settings: StoredSettings
+    text: TokensRecord
     steps: int
     processes: int
     loss_curve: Curve

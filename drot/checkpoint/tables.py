@@ -179,13 +179,14 @@ def times_table(manifest: Manifest) -> Table:
 def finetune_line(record: FinetuneRecord) -> str:
     """The settings and the figures of a fine-tuning."""
     settings, text, held_out = record.settings, record.text, record.held_out
-    kind = f"LoRA r {settings.rank}" if record.method == "lora" else "all kept weights"
+    kind = "all kept weights" if settings.full else f"LoRA r {settings.rank}"
     if settings.against:
         kind += f" against {short(settings.against)}"
     perplexity = change(held_out.perplexity_before, held_out.perplexity_after)
     return (
-        f"{kind}, lr {settings.lr:g}, {record.steps} steps, {text.shape[0]} x {text.shape[1]} "
-        f"tokens of {short_source(text.source)}; held-out perplexity {perplexity}; {record.seconds:.0f} s"
+        f"{kind}, lr {settings.resolved_lr:g}, {record.steps} steps, {text.shape[0]} x {text.shape[1]} "
+        f"tokens of {short_source(settings.text.source)}; held-out perplexity {perplexity}; "
+        f"{record.seconds:.0f} s"
     )
 
 

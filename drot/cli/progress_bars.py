@@ -25,13 +25,10 @@ JSON_SILENCE = 0.5
 
 
 @contextlib.contextmanager
-def working(*, shared: bool = False, label: str = "loss") -> Iterator[ProgressCallback]:
+def working() -> Iterator[ProgressCallback]:
     """The callback for the progress of a block, in the form of --progress.
 
     What libraries print on stdout goes to stderr, and transformers shows no progress bars.
-
-    shared: whether all layers have one training, as with `mode="shared"`.
-    label: the name of the training's loss, such as `entropy`.
     """
     from transformers.utils import logging
 
@@ -45,13 +42,9 @@ def working(*, shared: bool = False, label: str = "loss") -> Iterator[ProgressCa
         elif console.is_terminal:
             columns = BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left")
             with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as shown:
-                yield BarProgress(shown, shared=shared, label=label)
+                yield BarProgress(shown)
         else:
-            lines = LineProgress(console_line(console), shared=shared, label=label)
-            try:
-                yield lines
-            finally:
-                lines.close()
+            yield LineProgress(console_line(console))
 
 
 def console_line(console: Console) -> Callable[[str], None]:
@@ -82,7 +75,7 @@ class JsonProgress:
             self.print(json.dumps({"seconds": round(now - self.started, 3)} | entries))
 
 
-def words(event: ProgressEvent, label: str = "loss") -> str:
+def words(event: ProgressEvent) -> str:
     """What an event says, as in `layer 3 (4 of 8): recovering, epoch 2 of 20, held-out error 0.1`.
 
     A layer has its number, as in the names of tensors, and its place, which counts from 1.
@@ -92,16 +85,12 @@ def words(event: ProgressEvent, label: str = "loss") -> str:
     if phase.unit == "character":
         return text + _characters(event.steps if event.phase == "tokenize" else event.step)
     if phase.layers and event.layers:
-        text = f"{_layer_name(event)}: {text}"
+        text = f"layer {event.layer} ({event.layer + 1} of {event.layers}): {text}"
     if phase.unit and event.steps:
         text += f", {phase.unit} {event.step} of {event.steps}"
     if event.loss is not None:
-        text += f", {'held-out error' if event.phase == 'recover' else label} {event.loss:.4g}"
+        text += f", {'held-out error' if event.phase == 'recover' else 'loss'} {event.loss:.4g}"
     return text
-
-
-def _layer_name(event: ProgressEvent) -> str:
-    return f"layer {event.layer} ({event.layer + 1} of {event.layers})"
 
 
 def _characters(count: int) -> str:
@@ -114,13 +103,13 @@ def _characters(count: int) -> str:
 class BarProgress:
     """A bar for the current phase, or for each of the phases that go through the layers together."""
 
-    def __init__(self, bars: Progress, *, shared: bool = False, label: str = "loss") -> None:
-        self.bars, self.shared, self.label = bars, shared, label
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
         #: phase → its bar
         self.tasks: dict[str, TaskID] = {}
 
     def __call__(self, event: ProgressEvent) -> None:
-        text, layers = words(event, self.label), PHASES[event.phase].layers
+        text, layers = words(event), PHASES[event.phase].layers
         if event.phase == "sweep":  # the bars below belong to the cell
             self.bars.console.print(text, markup=False)
             return
@@ -128,7 +117,7 @@ class BarProgress:
             if phase != event.phase:
                 self.bars.remove_task(self.tasks.pop(phase))
         total, completed = event.steps, float(event.step)
-        if layers and not (event.phase == "rotate" and self.shared):
+        if layers and event.layers:
             total, completed = event.layers, event.layer + (event.step / event.steps if event.steps else 0)
         elif event.phase == "tokenize":  # it reports its beginning only, so its end is not known
             total = 0
@@ -138,55 +127,22 @@ class BarProgress:
 
 
 class LineProgress:
-    """A line for each training and for each event of the other phases.
-
-    A phase with many events has a line at its last step and after a long silence only.
+    """A line for each event; of a phase with many events, at its last step and after a long silence only.
 
     write: prints a line.
     """
 
-    def __init__(self, write: Callable[[str], None], *, shared: bool = False, label: str = "loss") -> None:
-        self.write, self.shared, self.label = write, shared, label
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.write = write
         self.started = self.printed = time.perf_counter()
-        #: the first and the last event of the current training
-        self.training: list[ProgressEvent] = []
         self.lock = threading.Lock()  # layers that train in parallel report from several threads
 
     def __call__(self, event: ProgressEvent) -> None:
         with self.lock:
-            if event.phase != "rotate":
-                self._end_training()  # a training that stopped early reports no event of the last step
-                if not PHASES[event.phase].often or event.step == event.steps > 0 or self._silent_for_long():
-                    self._line(words(event, self.label))
+            now = time.perf_counter()
+            long = max(MOST_SILENCE, SILENT_SHARE * (now - self.started))
+            ends = event.step == event.steps > 0
+            if PHASES[event.phase].often and not ends and now - self.printed < long:
                 return
-            if self.training and event.layer != self.training[-1].layer:
-                self._end_training()
-            self.training = [*self.training[:1], event]
-            if event.step == event.steps:
-                self._end_training()
-
-    def close(self) -> None:
-        """Prints the line of a training that is not printed yet."""
-        with self.lock:
-            self._end_training()
-
-    def _end_training(self) -> None:
-        """Prints the line of the current training, if there is one."""
-        if not self.training:
-            return
-        first, last = self.training[0], self.training[-1]
-        before = f"{first.loss:.4g} -> " if first is not last and first.loss is not None else ""
-        change = "" if last.loss is None else f"{self.label} {before}{last.loss:.4g} "
-        layers = "all layers" if self.shared else _layer_name(last)
-        self._line(f"{layers}: rotated, {change}in {last.step} step{'' if last.step == 1 else 's'}")
-        self.training = []
-
-    def _silent_for_long(self) -> bool:
-        now = time.perf_counter()
-        return now - self.printed >= max(MOST_SILENCE, SILENT_SHARE * (now - self.started))
-
-    def _line(self, text: str) -> None:
-        """Prints `text` with the seconds since the start."""
-        self.printed = time.perf_counter()
-        seconds = self.printed - self.started
-        self.write(f"{text} ({seconds:.0f} s)")
+            self.printed = now
+            self.write(f"{words(event)} ({now - self.started:.0f} s)")

@@ -14,15 +14,9 @@ from drot.cli.effects import check_effects, check_no_output
 from drot.cli.log import tell
 from drot.cli.options import SOURCES, given_options, options_of
 from drot.cli.output import print_json, print_line, print_manifest, saved_line
+from drot.cli.progress_bars import working
 from drot.cli.ranks import checked_ranks, launch_if_asked
-from drot.cli.recipe import (
-    AskedRecipe,
-    asked_recipe,
-    check_rotations_file,
-    fit_recipe,
-    progress_of,
-    run_settings,
-)
+from drot.cli.recipe import AskedRecipe, asked_recipe, check_rotations_file, fit_recipe, run_settings
 from drot.cli.sensitivity import show_sensitivity
 from drot.config import Recipe
 from drot.core.errors import UserError
@@ -187,7 +181,7 @@ def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: An
     if options["resume"] and (count := finished_layers(out)):
         tell(f"drot: finished layers, which are not computed again: {count}")
 
-    with told_how_to_go_on(out), progress_of(asked.recipe) as progress:
+    with told_how_to_go_on(out), working() as progress:
         result = pipeline.prune(model, asked.recipe, out=out, progress=progress, **options)
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -12,12 +11,10 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from drot.cli.log import tell
 from drot.cli.messages import flag
-from drot.cli.progress_bars import working
 from drot.config import Recipe, RotationMode, resolve
 from drot.config.recipe import SECTION_OF, read_recipe
 from drot.config.rotation import POINTS, with_point
 from drot.core.errors import UserError
-from drot.core.events import Progress
 
 logger = logging.getLogger("drot")
 
@@ -97,13 +94,6 @@ def parse_size(text: str) -> int:
         if (size := TypeAdapter(ByteSize).validate_python(text)) >= 1e6:
             return int(size)
     raise UserError(f"`fit` must be a size of at least 1 MB, as in 24GB; got {text!r}")
-
-
-def progress_of(recipe: Recipe) -> AbstractContextManager[Progress]:
-    """The progress bar of a run of this recipe."""
-    rotation = resolve(recipe).rotation
-    label = "entropy" if rotation.objective == "entropy" else "loss"
-    return working(shared=rotation.mode == "shared", label=label)
 
 
 def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from drot.checkpoint.tables import Table, number
 from drot.cli.output import print_json, print_line, print_table
-from drot.cli.recipe import progress_of
+from drot.cli.progress_bars import working
 from drot.config import Recipe
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def show_sensitivity(model: str, recipe: Recipe, as_json: bool, **options: Any) 
     """
     from drot.pipeline import sensitivity
 
-    with progress_of(recipe) as progress:
+    with working() as progress:
         result = sensitivity.sensitivity(model, recipe, progress=progress, **options)
     if as_json:
         print_json(result.to_dict())

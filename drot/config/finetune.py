@@ -1,7 +1,6 @@
 """How `drot.finetune` trains a pruned model."""
 
-import dataclasses
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -91,9 +90,3 @@ class FinetuneConfig:
                 "lower it, or train for more epochs"
             )
         return self.warmup_steps
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings that have an effect, in plain JSON types, without `warmup_steps`."""
-        out = dataclasses.asdict(self) | {"lr": self.resolved_lr}
-        idle = ("rank", "alpha", "dropout", "keep_adapter") if self.full else ()
-        return {name: value for name, value in out.items() if name not in (*idle, "warmup_steps")}

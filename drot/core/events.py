@@ -51,7 +51,7 @@ class ProgressEvent:
 
     phase: a key of PHASES.
     layer, layers: the decoder layer, counted from 0, and the number of layers; layers is 0 in a phase that
-        does not go through the layers.
+        does not go through the layers, and in the training of one R1 for all of them.
     step, steps: the step inside the phase, in its unit, and the number of steps; steps is 0 if it is not
         known.
     loss: the objective at that step, entropy or pruned importance, as the mean over the layers; the error on

@@ -74,7 +74,7 @@ def run_finetuning(
     set_seed(arguments.seed)
     reporter = Reporter(progress, config.resolved_lr)
     loss = None if dense is None else DivergenceLoss(dense)
-    model, trained_weights = _train(model, config, dtype, sequences, arguments, reporter, loss)
+    model = _train(model, config, dtype, sequences, arguments, reporter, loss)
     after = _loss(model, held_out, progress)
     check_loss(after, config.resolved_lr)
     if after > before:
@@ -86,13 +86,11 @@ def run_finetuning(
     if not config.keep_adapter:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-    settings = config.to_dict()
-    text = settings.pop("text")
+    text = dataclasses.replace(config.text, seqlen=sequences.shape[1])
+    warmup = config.resolved_warmup_steps(arguments.max_steps)
     record = {
-        "method": config.method,
-        "settings": settings | {"warmup_steps": arguments.warmup_steps},
-        "text": text | {"seqlen": sequences.shape[1], **_hash_and_shape(sequences)},
-        "trained_weights": trained_weights,
+        "settings": dataclasses.replace(config, lr=config.resolved_lr, warmup_steps=warmup, text=text),
+        "text": _hash_and_shape(sequences),
         "steps": arguments.max_steps,
         "processes": arguments.world_size,
         "loss_curve": [list(point) for point in reporter.curve],
@@ -120,28 +118,23 @@ def _train(
     arguments: Any,
     reporter: "Reporter",
     loss: DivergenceLoss | None,
-) -> tuple[Any, int]:
-    """The trained model and the number of trained weights.
-
-    The model is rounded to `dtype` unless the adapter is kept.
-    """
+) -> Any:
+    """The trained model, rounded to `dtype` unless the adapter is kept."""
     removed = removed_weights(model)
     if config.full:
         choose_full(model)
-        count = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
         train(model, sequences, arguments, [reporter, KeepMask(removed)], loss)
     else:
         from drot.finetuning.adapter import add_adapter, merge_adapter  # needs peft, which `full` does not
 
         removed = {name: mask.cpu() for name, mask in removed.items()}  # not needed during the training
         model = add_adapter(model, config)
-        count = _trainable(model)
         train(model, sequences, arguments, [reporter], loss)
         if config.keep_adapter:
-            return model, count
+            return model
         model = merge_adapter(model)
     round_weights(model, removed, dtype)
-    return model, count
+    return model
 
 
 def _loss(model: Any, held_out: Tensor, progress: Progress) -> float:
@@ -150,10 +143,6 @@ def _loss(model: Any, held_out: Tensor, progress: Progress) -> float:
         return math.log(perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress))
     except BrokenModelError:
         return math.nan
-
-
-def _trainable(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _hash_and_shape(sequences: Tensor) -> dict[str, Any]:

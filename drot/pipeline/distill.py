@@ -12,7 +12,6 @@ which computes each layer again.
 
 import logging
 import math
-import time
 from typing import Any
 
 import torch
@@ -222,7 +221,7 @@ def _train(
 
     keeps: whether the layers keep what the backward pass needs; otherwise it computes each layer again.
     """
-    started, settings, ranks = time.perf_counter(), run.recipe.recovery, run.ranks
+    settings, ranks = run.recipe.recovery, run.ranks
     model, layers = run.model, run.model.layers
     inputs = further_states(run, dense)
     if bases is not None:
@@ -251,7 +250,7 @@ def _train(
     weights = KeptWeights(layers, ranks)
     batches = Batches(len(inputs.hidden_states), settings.distill_batch, ranks, seed=0, share=HELD_OUT_SHARE)
     steps = settings.distill_epochs * batches.steps
-    before, step, curve = held_out(), 0, list[float]()
+    before, step, diverged = held_out(), 0, False
     with weights.running():
         for _ in range(settings.distill_epochs):
             total = 0.0
@@ -264,10 +263,8 @@ def _train(
                 step += 1
                 shown = lost / (len(batch) * length)
                 run.report("distill", done=step, total=steps, loss=shown)
-            curve.append(ranks.total(total) / (batches.trained_count * length))
-            if not math.isfinite(curve[-1]):
+            if diverged := not math.isfinite(ranks.total(total)):
                 break
-    diverged = not all(map(math.isfinite, curve))
     after = math.nan
     if not diverged:
         for layer in layers:
@@ -280,13 +277,7 @@ def _train(
             "weights stay as they were pruned. A lower `distill_lr` may help", before, after,
         )  # fmt: skip
     kl_before, kl_after = (value if math.isfinite(value) else None for value in (before, after))
-    return DistillationRecord(
-        kl_before=kl_before,
-        kl_after=kl_after,
-        trained=helps,
-        train_curve=[kl for kl in curve if math.isfinite(kl)],
-        seconds=time.perf_counter() - started,
-    )
+    return DistillationRecord(kl_before=kl_before, kl_after=kl_after, trained=helps)
 
 
 def divergence(

@@ -8,11 +8,10 @@ from typing import Any
 from drot.checkpoint.importance import save_importance_maps
 from drot.checkpoint.manifest import FORMAT_VERSION, Manifest
 from drot.checkpoint.quantization_config import format_of
-from drot.checkpoint.records import MemoryPeak, SavedRotations, Seconds
+from drot.checkpoint.records import MemoryPeak, Seconds
 from drot.checkpoint.resume import OWN_TEXT, RunState
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import save_checkpoint
-from drot.core.hashes import file_record
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
 from drot.model.sizes import positions_of
@@ -90,8 +89,6 @@ def write_result(
     inside = path_inside(rotations_out, out)
     if rotations_out is not None and inside is None:
         write_rotations(rotations_out)
-        saved = {"file": rotations_out.name, **file_record(rotations_out).model_dump()}
-        manifest.saved_rotations = SavedRotations.model_validate(saved)
     if out is None or state is None:
         return manifest.model_copy(update=_times(context, time.perf_counter() - started))
 

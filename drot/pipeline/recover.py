@@ -7,7 +7,6 @@ from being all of the loss.
 """
 
 import math
-import time
 from collections.abc import Callable
 
 import torch
@@ -53,7 +52,7 @@ def recover_layer(
     targets: the outputs that the layer should have, in the basis of its outputs.
     on_epoch: called before the first and after each epoch.
     """
-    started, index, ranks = time.perf_counter(), layer.index, stream.ranks
+    index, ranks = layer.index, stream.ranks
     training = KeptWeights([layer], ranks)
     batches = Batches(len(stream.hidden_states), config.recover_batch, ranks, seed=index)
     steps = config.recover_epochs * batches.steps
@@ -68,11 +67,9 @@ def recover_layer(
         return ranks.total(lost) / batches.held_out_count
 
     step, best_epoch, best = 0, 0, training.state()
-    train_curve: list[float] = []
-    held_out_curve: list[float] = []
     try:
-        held_out_curve.append(held_out_error())
-        on_epoch(0, config.recover_epochs, held_out_curve[0])
+        before = least = held_out_error()
+        on_epoch(0, config.recover_epochs, before)
         with training.running():
             for epoch in range(1, config.recover_epochs + 1):
                 total = torch.zeros((), device=stream.device)
@@ -82,17 +79,16 @@ def recover_layer(
                     (loss * (own / size)).backward()
                     total += loss.detach() * own
                     step += 1
-                train_curve.append(ranks.total(float(total)) / batches.trained_count)
-                held_out_curve.append(held_out_error())
-                if not (math.isfinite(train_curve[-1]) and math.isfinite(held_out_curve[-1])):
+                trained, held_out = ranks.total(float(total)), held_out_error()
+                if not (math.isfinite(trained) and math.isfinite(held_out)):
                     raise UserError(
-                        f"layer {index}: the error of the recovery must be finite, got "
-                        f"{held_out_curve[-1]} after epoch {epoch}: lower `recover_lr`"
+                        f"layer {index}: the error of the recovery must be finite, got {held_out} after "
+                        f"epoch {epoch}: lower `recover_lr`"
                     )
-                on_epoch(epoch, config.recover_epochs, held_out_curve[-1])
-                if held_out_curve[-1] < held_out_curve[best_epoch]:
+                on_epoch(epoch, config.recover_epochs, held_out)
+                if held_out < least:
                     training.keep(best)
-                    best_epoch = epoch
+                    best_epoch, least = epoch, held_out
                 elif epoch - best_epoch >= PATIENCE:
                     break
     except torch.OutOfMemoryError as fault:
@@ -101,14 +97,7 @@ def recover_layer(
             f"`recover_batch` than {config.recover_batch}, or a smaller `seqlen`"
         ) from fault
     training.load(best)
-    return RecoveryRecord(
-        error_before=held_out_curve[0],
-        error_after=held_out_curve[best_epoch],
-        best_epoch=best_epoch,
-        seconds=time.perf_counter() - started,
-        train_curve=train_curve,
-        held_out_curve=held_out_curve[1:],
-    )
+    return RecoveryRecord(error_before=before, error_after=least, best_epoch=best_epoch)
 
 
 def _relative_error(output: Tensor, target: Tensor) -> Tensor:

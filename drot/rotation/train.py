@@ -17,7 +17,7 @@ from drot.model.rotation import LayerRotation, around_ones, orthogonality_error,
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer
 
-#: Progress callback of the training: (step, steps, mean loss of a layer).
+#: Progress callback of the training: (step, steps, mean loss of a layer). The last call has step = steps.
 OnStep = Callable[[int, int, float], None]
 #: Steps between two progress reports. Only a report makes the CPU wait for the GPU. The rotations of a report
 #: are kept if their loss is the smallest so far.
@@ -302,8 +302,9 @@ def train_rotation(
                 )
             if of_all and value < best_loss:
                 best, best_loss, best_step = candidate, value, step
-            on_step(step, steps, value / len(objectives))
-            if _has_converged(curve, config):
+            ends = step == steps or _has_converged(curve, config)
+            on_step(step, step if ends else steps, value / len(objectives))
+            if ends:
                 break
     losses = torch.stack(curve).tolist()
     record = TrainingRecord(

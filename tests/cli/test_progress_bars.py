@@ -11,7 +11,7 @@ from drot.core.events import PHASES, ProgressEvent
 
 
 def training(layer, layers, losses, steps=None):
-    """The events of one training. It stops early if `steps` is greater than the number of losses - 1."""
+    """The events of one training, of its beginning if `steps` is greater than the number of losses - 1."""
     steps = len(losses) - 1 if steps is None else steps
     return [
         ProgressEvent(phase="rotate", layer=layer, layers=layers, step=step, steps=steps, loss=loss)
@@ -23,10 +23,10 @@ def event(phase, layer=0, layers=2):
     return ProgressEvent(phase=phase, layer=layer, layers=layers)
 
 
-def positions(events, shared=False):
+def positions(events):
     """Words of each bar → its completed share, after each event."""
     with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as bars:
-        progress = progress_bars.BarProgress(bars, shared=shared)
+        progress = progress_bars.BarProgress(bars)
         found = []
         for event in events:
             progress(event)
@@ -45,67 +45,33 @@ def test_phases_that_go_through_the_layers_have_a_bar_each():
 
 
 def test_a_shared_rotation_has_a_bar_of_its_steps():
-    events = [event("calibrate", 3, 4), *training(0, 4, [4.0, 3.0], steps=10), event("prune", 0, 4)]
-    (rotating,) = [share for words, share in positions(events, shared=True)[2].items() if "rotating" in words]
-    assert rotating == 0.1
+    events = [event("calibrate", 3, 4), *training(0, 0, [4.0, 3.0], steps=10), event("prune", 0, 4)]
+    assert positions(events)[2]["rotating, step 1 of 10, loss 3"] == 0.1
 
 
-def lines(events, **options):
+def lines(events):
     file = io.StringIO()
-    progress = progress_bars.LineProgress(progress_bars.console_line(Console(file=file)), **options)
+    progress = progress_bars.LineProgress(progress_bars.console_line(Console(file=file)))
     for one in events:
         progress(one)
-    progress.close()
     return [line.rpartition(" (")[0] for line in file.getvalue().splitlines()]
 
 
-def test_lines_of_one_layer_after_the_other():
+def test_a_training_has_a_line_at_its_end():
+    """In whichever order the layers are trained."""
     events = []
     for layer in range(2):
         events += [event("calibrate", layer), *training(layer, 2, [4.0 - layer, 3.0, 2.0 - layer])]
-        events.append(event("prune", layer))
+    events += [event("prune", 0), event("prune", 1)]
     events += [ProgressEvent(phase="evaluate", step=step, steps=2) for step in (1, 2)]
     assert lines(events) == [
-        "layer 0 (1 of 2): rotated, loss 4 -> 2 in 2 steps",
+        "layer 0 (1 of 2): rotating, step 2 of 2, loss 2",
+        "layer 1 (2 of 2): rotating, step 2 of 2, loss 1",
         "layer 0 (1 of 2): pruning",
-        "layer 1 (2 of 2): rotated, loss 3 -> 1 in 2 steps",
         "layer 1 (2 of 2): pruning",
         "evaluating, window 2 of 2",
     ]
-
-
-def test_lines_of_dense_hessians():
-    """All layers are trained before the first is pruned, and a training may stop before its last step."""
-    events = []
-    for layer in range(2):
-        events += [event("calibrate", layer), *training(layer, 2, [4.0, 3.0 - layer], steps=9)]
-    events += [event("prune", 0), event("prune", 1)]
-    assert lines(events, label="entropy") == [
-        "layer 0 (1 of 2): rotated, entropy 4 -> 3 in 1 step",
-        "layer 1 (2 of 2): rotated, entropy 4 -> 2 in 1 step",
-        "layer 0 (1 of 2): pruning",
-        "layer 1 (2 of 2): pruning",
-    ]
-
-
-def test_lines_of_layers_in_parallel():
-    """Each training has one line, printed when it ends."""
-    events = [event("calibrate", 0), event("calibrate", 1)]
-    events += [training(layer, 2, [5.0, 3.0 - layer])[-1] for layer in (1, 0)]
-    assert lines(events) == [
-        "layer 1 (2 of 2): rotated, loss 2 in 1 step",
-        "layer 0 (1 of 2): rotated, loss 3 in 1 step",
-    ]
-
-
-def test_lines_of_a_shared_rotation():
-    """There is one training for all layers, and its line names no layer."""
-    events = [event("calibrate", 0), event("calibrate", 1), *training(0, 2, [4.0, 3.0], steps=5)]
-    assert lines([*events, event("prune", 0)], shared=True) == [
-        "all layers: rotated, loss 4 -> 3 in 1 step",
-        "layer 0 (1 of 2): pruning",
-    ]
-    assert lines(events, shared=True) == ["all layers: rotated, loss 4 -> 3 in 1 step"]
+    assert lines(training(0, 0, [4.0, 3.0])) == ["rotating, step 1 of 1, loss 3"]  # one R1 for all layers
 
 
 def test_reading_a_text_and_loading_a_model_are_shown():

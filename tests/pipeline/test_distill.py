@@ -73,7 +73,6 @@ def test_the_record_holds_the_kl_of_the_held_out_sequences(fields, tmp_path):
     record = result.manifest.distillation
     assert record.kl_before == pytest.approx(kl_of(dense, before, tokens), rel=2e-3)
     assert record.trained == (record.kl_after < record.kl_before)
-    assert record.train_curve[-1] < record.train_curve[0]
     if record.trained:
         assert record.kl_after == pytest.approx(kl_of(dense, result.model, tokens), rel=2e-3)
     loaded = drot.load(tmp_path / "out", device="cpu")
@@ -142,8 +141,7 @@ def test_a_streamed_run_writes_what_a_run_in_memory_holds(format, tmp_path):
     written = prune(model, chosen, out=tmp_path / "out", format=format).manifest
     inside = prune(drot.load(model, device="cpu"), chosen, out=tmp_path / "inside", format=format).manifest
     assert saved_bytes(tmp_path / "out") == saved_bytes(tmp_path / "inside")
-    fields = {"seconds": 0.0}
-    assert written.distillation.model_copy(update=fields) == inside.distillation.model_copy(update=fields)
+    assert written.distillation == inside.distillation
     assert written.format == format and not (tmp_path / "out.partial").exists()
 
 

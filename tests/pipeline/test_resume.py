@@ -333,12 +333,8 @@ def test_rotations_inside_out_and_of_a_resumed_run(tmp_path):
         assert not file.exists() and not out.exists()
         prune(out, save_rotations_to=file, resume=True)
         assert file.read_bytes() == (tmp_path / f"whole-{name}.safetensors").read_bytes()
-        manifest, record = read_manifest(out), file_record(file)
         if name == "in":
-            assert manifest.files["sub/r.safetensors"] == record and manifest.saved_rotations is None
-        else:
-            saved = manifest.saved_rotations
-            assert (saved.file, saved.sha256, saved.bytes) == ("r.safetensors", record.sha256, record.bytes)
+            assert read_manifest(out).files["sub/r.safetensors"] == file_record(file)
         drot.load(out, device="cpu")
     for wrong in ("model.safetensors", "drot.json", ""):
         with pytest.raises(UserError, match="inside `out` must be a .safetensors file"):

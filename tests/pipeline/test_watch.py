@@ -67,7 +67,7 @@ def test_announced_steps_and_advances_are_reported():
         pass
     context.report("rotate", 2, done=10, total=50, loss=0.5)
     assert seen == [
-        ProgressEvent(phase="calibrate", layer=0, layers=3),
+        ProgressEvent(phase="calibrate", layer=0, layers=0),
         ProgressEvent(phase="prune", layer=1, layers=3),
         ProgressEvent(phase="rotate", layer=2, layers=3, step=10, steps=50, loss=0.5),
     ]

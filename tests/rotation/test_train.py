@@ -167,8 +167,12 @@ def test_shared_rotation_minimises_the_sum():
 
 def test_fast_stops_when_the_loss_has_converged_and_paper_does_not():
     flat = [10.0] + [5.0] * 100
-    _, record = train_rotation([ScriptedObjective(flat)], config(steps=100))
+    seen = []
+    _, record = train_rotation(
+        [ScriptedObjective(flat)], config(steps=100), lambda *event: seen.append(event)
+    )
     assert len(record.loss_curve) == 31  # the first report after 20 steps without a change
+    assert seen == [(0, 100, 10.0), (10, 100, 5.0), (20, 100, 5.0), (30, 30, 5.0)]
     for losses, changes in (
         (flat, {"optimizer": "paper"}),
         (flat, {"early_stop": 0.0}),
