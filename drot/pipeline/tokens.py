@@ -37,6 +37,20 @@ def given_tokens(calibration: Any, distillation: Any) -> tuple[Tensor | None, Te
     return tokens, further
 
 
+def trainable(count: int, wanted: int, ranks: int = 1) -> int:
+    """With how many of `count` sequences all layers are trained together: with all of them, or with none.
+
+    Each rank needs a sequence that is not held out. A warning tells of fewer sequences than `wanted`.
+    """
+    enough = count - held_out_sequences(count) >= ranks
+    if count < wanted:
+        logger.warning(
+            "beside the calibration the text has %d of %d sequences for the training of all layers%s",
+            count, wanted, "" if enough else ", which is left out",
+        )  # fmt: skip
+    return count if enough else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextReader:
     """Reads the text of a run on rank 0, and gives all ranks its token ids.
@@ -115,12 +129,7 @@ class TextReader:
     ) -> tuple[ResolvedRecipe, Tensor | None]:
         wanted = recipe.recovery.distill_nsamples
         found = load_further(recipe.calibration, wanted, tokens, self.tokenizer, self.progress, own)
-        count = len(found) if len(found) - held_out_sequences(len(found)) >= self.ranks.size else 0
-        if count < wanted:
-            logger.warning(
-                "beside the calibration the text has %d of %d sequences for the training of all layers%s",
-                len(found), wanted, "" if count else ", which is left out",
-            )  # fmt: skip
+        count = trainable(len(found), wanted, self.ranks.size)
         epochs = recipe.recovery.distill_epochs if count else 0
         recovery = dataclasses.replace(recipe.recovery, distill_nsamples=count, distill_epochs=epochs)
         return dataclasses.replace(recipe, recovery=recovery), found if count else None

@@ -1,5 +1,6 @@
 """The runs of the cells of a sweep, and what all cells share."""
 
+import dataclasses
 import json
 import logging
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from drot.machine.environment import machine_name, versions
 from drot.model.sizes import positions_of
 from drot.pipeline.own_text import write_own_text
 from drot.pipeline.prune import prune
+from drot.pipeline.tokens import trainable
 from drot.pipeline.validation import check_seqlen
 from drot.reporting.grid import Cell, Grid, effective
 from drot.reporting.rows import run_columns
@@ -142,20 +144,27 @@ class CellRunner:
 
     def run(self, cell: Cell, key: str) -> dict[str, Any]:
         """Prunes and measures the cell of the name `key`; writes its record and returns it."""
+        recipe, resolved, text = cell.recipe, cell.resolved, cell.resolved.calibration
+        wanted = resolved.recovery.distill_nsamples
+        further = self.distillation.get((text, wanted))
+        if further is not None and not trainable(len(further), wanted):
+            recipe, further = recipe.replace(distill_epochs=0), None
+            recovery = dataclasses.replace(resolved.recovery, distill_epochs=0, distill_nsamples=0)
+            resolved = dataclasses.replace(resolved, recovery=recovery)
         result = prune(
             self.model,
-            cell.recipe,
+            recipe,
             tokenizer=self.tokenizer,
             device=self.device,
             dtype=self.dtype,
             progress=self.progress,
-            calibration=self.calibration.get(text := cell.resolved.calibration),
-            distillation=self.distillation.get((text, cell.resolved.recovery.distill_nsamples)),
+            calibration=self.calibration.get(text),
+            distillation=further,
         )
         if self.dtype != "auto":  # the result has the dtype of the checkpoint
             cast_weights(result.model, getattr(torch, self.dtype))
         record = {
-            "recipe": cell.resolved.to_dict(),
+            "recipe": resolved.to_dict(),
             "identity": self.identity,
             "calibration": self._calibration_hash(cell.resolved),
             **self._measure(result.model, may_be_broken=True),
