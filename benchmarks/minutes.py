@@ -110,8 +110,6 @@ class OfLayer:
         self.ops, self.training, self.first = two.copy(), one.copy(), one.copy()
         self.ops.subtract(one)
         self.training.subtract(other)
-        # a third layer draws no further rotation
-        self.drawn = self.ops.pop(("check", "aten.linalg_qr"), 0.0)
         self.first.subtract(self.ops)
         self.first.subtract(self.training)
         self.before = two_before - one_before, one_before - other_before
@@ -229,11 +227,9 @@ def minutes_of(
         # rotation, and for those of the embedding and the head
         beside += max(0.0, size * of_file - work) + 3 * of_file
     else:
-        # for the check of random rotations the layers are read too
-        seconds["copies"] += waits(disk, seconds["check"], reader)
-        seconds["copies"] += waits(disk, work - seconds["check"], reader, writer, hasher)
+        seconds["copies"] += waits(disk, work, reader, writer, hasher)
     # the ends are read twice and written, copied there and back, and hashed
-    beside += START + sum(layer.first.values()) + layer.drawn + ends * (3 / disk + 2 / HOST + 1 / HASH)
+    beside += START + sum(layer.first.values()) + ends * (3 / disk + 2 / HOST + 1 / HASH)
     if recipe.recovery.distill_epochs:  # the layers are read once more, and a thread writes them
         seconds["copies"] += waits(disk, 0.0, again) + waits(disk, 0.0, writer, hasher)
     seconds["beside"] = beside

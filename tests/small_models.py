@@ -16,8 +16,8 @@ from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
 from drot.model.families import FAMILIES as DECLARED
 from drot.model.layer import DecoderLayer
-from drot.model.rotation import Bases, LayerRotation
-from drot.pipeline.invariance import random_rotation
+from drot.model.rotation import Bases, LayerRotation, around_ones
+from drot.model.sizes import HeadShape
 
 COMMON = dict(
     vocab_size=96,
@@ -258,6 +258,31 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
     for parameter in model.parameters():  # model.to(dtype) would round the buffers of RoPE too
         parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)
+
+
+def random_rotation(
+    d: int,
+    shape: HeadShape,
+    generator: torch.Generator,
+    *,
+    down: tuple[int, int] | None = None,
+    keeps_ones: bool = False,
+) -> LayerRotation:
+    """QR factors of Gaussian matrices, in fp64.
+
+    down: number and size of the blocks of R3; None without R3.
+    keeps_ones: whether R1 1 = 1, as a family with LayerNorm needs.
+    """
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.linalg.qr(torch.randn(*size, generator=generator, dtype=torch.float64))[0]
+
+    if keeps_ones:
+        r1 = around_ones(torch.block_diag(torch.ones(1, 1, dtype=torch.float64), draw(d - 1, d - 1)))
+    else:
+        r1 = draw(d, d)
+    r2 = draw(shape.kv_heads, shape.head_dim, shape.head_dim)
+    return LayerRotation(r1, r2, draw(*down, down[-1]) if down else None)
 
 
 def random_rotations(model: nn.Module, seed: int = 1, down_block: int | None = None) -> list[LayerRotation]:

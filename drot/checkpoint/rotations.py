@@ -131,7 +131,7 @@ def open_rotations(
                     "the file is damaged; copy it again"
                 )
     # a run reads one layer and the check before it the next but one
-    return RotationsOfLayers(partial(_read_layer, path), range(len(down_widths)), in_memory=3), record
+    return RotationsOfLayers(partial(_read_layer, path), range(len(down_widths))), record
 
 
 def stored_r1s(path: Path) -> Iterator[Tensor]:

@@ -82,20 +82,17 @@ class LayerRotation:
 
 
 class RotationsOfLayers(Mapping[int, LayerRotation]):
-    """Layer → its rotation. The last that were asked for lie in memory, the others where they are saved.
+    """Layer → its rotation. The last two that were asked for lie in memory, as a boundary needs those of two
+    layers, and the others where they are saved.
 
     load: gives the saved rotation of a layer; None keeps all rotations in memory.
     layers: the layers whose rotations are saved already.
-    in_memory: how many lie in memory; a boundary needs those of two layers.
     """
 
     def __init__(
-        self,
-        load: Callable[[int], LayerRotation] | None = None,
-        layers: Iterable[int] = (),
-        in_memory: int = 2,
+        self, load: Callable[[int], LayerRotation] | None = None, layers: Iterable[int] = ()
     ) -> None:
-        self._load, self._layers, self._most = load, dict.fromkeys(layers), in_memory
+        self._load, self._layers = load, dict.fromkeys(layers)
         self._in_memory: dict[int, LayerRotation] = {}
 
     def keep(self, layer: int, rotation: LayerRotation) -> None:
@@ -103,7 +100,7 @@ class RotationsOfLayers(Mapping[int, LayerRotation]):
         self._layers[layer] = None
         self._in_memory.pop(layer, None)
         self._in_memory[layer] = rotation
-        while self._load is not None and len(self._in_memory) > self._most:
+        while self._load is not None and len(self._in_memory) > 2:
             self._in_memory.pop(next(iter(self._in_memory)))
 
     def __getitem__(self, layer: int) -> LayerRotation:

@@ -37,9 +37,9 @@ def main_memory(
     """The bytes of main memory of a run that reads the layers from files, of all ranks of a machine.
 
     They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, and
-    of the rotations that are not on the disk: two, three that are given, or all R2 and R3 beside one shared
-    R1. Rank 0 of several that train different layers has a rotation of each, and those that it still writes.
-    A run on a CPU has the layers that it works on in memory too (`device_memory`).
+    of the rotations that are not on the disk: two, or all R2 and R3 beside one shared R1. Rank 0
+    of several that train different layers has a rotation of each, and those that it still writes. A run on a
+    CPU has the layers that it works on in memory too (`device_memory`).
 
     sizes: with the sequences of one rank. pinned: as in `state_bytes`.
     from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
@@ -60,7 +60,7 @@ def main_memory(
         for each in (False, pinned)
     )
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
-    kept = min(layers, 3 if rotations_given else layers if shared else 2)
+    kept = min(layers, layers if shared and not rotations_given else 2)
     rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
     of_batches = 0
     if ranks.size > 1 and recipe.rotation.hessians == "dense" and not (rotations_given or shared):

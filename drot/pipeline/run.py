@@ -68,16 +68,19 @@ class PruningRun:
     def _prune_layers(self, state: RunState | None) -> None:
         run, recipe = self.context, self.context.recipe
         distills = recipe.recovery.distill_epochs > 0
-        weighs, trains_first = recipe.pruning.token_weights == "gradient", self._trains_first
-        if weighs and trains_first:
+        if recipe.pruning.token_weights == "gradient":
             run.token_weights = weigh_tokens(run, state)
+        else:
+            with run.during("check"):
+                check_outputs(run.model, run.tokens[:1], run.device)
         known, records = self._known_rotations(state)
         load = partial(steps.load_rotation, run, state) if state else None
         found = known or RotationsOfLayers(load)
-        with run.during("check"):
-            later = self._check(known)
-        if weighs and not trains_first:  # after the check, so that nothing is kept of a model that fails it
-            run.token_weights = weigh_tokens(run, state)
+        check = None
+        if run.rotates:
+            with run.during("check"):
+                place, ranks = run.bases.place, run.ranks.of_machine
+                check = ModelCheck(run.model, run.tokens[:1], run.device, place, ranks)
         with run.during("calibrate"):
             stream = embed(run, run.tokens, state)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
@@ -85,13 +88,11 @@ class PruningRun:
 
         bases: list[Tensor] = []  # in which the first layer reads, and in which each layer writes
         for layer in on_device(run.model.layers, run.device, run.home):
-            if later is not None:
-                with run.during("check", layer):
-                    later.pass_through(layer)
             boundary = run.bases.merged(layer.index, known) if known else None
             record = {"layer": layer.index} | records.get(layer.index, {})
             given = known.get(layer.index)
-            work = LayerWork(layer, stream, dense, further, given and given.to(run.device), boundary, record)
+            rotation = given and given.to(run.device)
+            work = LayerWork(layer, stream, dense, further, check, rotation, boundary, record)
             if (saved := steps.load(state, layer) if state else None) is not None:
                 steps.restore(run, work, saved)
                 steps.advance(run, work)
@@ -117,11 +118,11 @@ class PruningRun:
         if further is not None:
             del stream, dense, work
             self.distillation = distill(run, further, (bases[0], bases[1]) if bases else None, state)
-        if later is not None:
+        if check is not None:
             with run.during("check"):
-                self.logit_error = later.logit_error()
+                self.logit_error = check.logit_error(found[run.bases.layers - 1])
         self.rotations = found
-        if state is not None and trains_first and isinstance(known, RotationsOfLayers):
+        if state is not None and self._trains_first and isinstance(known, RotationsOfLayers):
             # from now on rank 0 alone reads
             self.rotations = saved_rotations(run, state.loaded_alone) if run.ranks.first else {}
 
@@ -157,22 +158,6 @@ class PruningRun:
             return dict(enumerate(rotations)), {}
         trained, records = train_layers(run, state)
         return trained, {index: {"rotation": record} for index, record in records.items()}
-
-    def _check(self, known: Mapping[int, LayerRotation]) -> ModelCheck | None:
-        """Proves on one sequence that rotations leave the logits as they are, and that outputs are finite.
-
-        Returns the check of known rotations in a skeleton, to which the run gives each layer.
-        """
-        run, tokens = self.context, self.context.tokens[:1]
-        if run.rotates:
-            block, ranks = run.recipe.rotation.down_block, run.ranks.of_machine
-            check = ModelCheck(run.model, tokens, run.device, run.bases, known.values(), block, ranks)
-            if known and run.model.is_skeleton:
-                return check
-            self.logit_error = check.of_all_layers()
-        else:
-            check_outputs(run.model, tokens, run.device)
-        return None
 
     def _keep(self, work: LayerWork, rotations: Mapping[int, LayerRotation], *, packs: bool) -> None:
         """rotations: those of this layer and of the layers before it. packs: as in `steps.finish`."""

@@ -132,15 +132,12 @@ def sensitivity(
     used: Mapping[int, LayerRotation] = {}
     if rotations is not None:
         used = read_given(run, Path(rotations)).rotations
-    error = None
     if run.rotates:
         if not used and recipe.rotation.mode == "shared":
             used = dict(enumerate(train_shared(run, None)[0]))
         elif not used:
             used, _ = train_layers(run, None)
-        with run.during("check"):
-            check = ModelCheck(run.model, run.tokens[:1], run.device, run.bases, used.values())
-            error = check.of_all_layers()
+    errors, error = _errors(run, used, measured)
     figures = {
         "base_model": prepared.source,
         "calibration": calibration_record(run.tokens),
@@ -148,30 +145,32 @@ def sensitivity(
         "dtype": dtype_name(run.dtype),
         "relative_logit_error": error,
     }
-    return SensitivityResult(run.recipe, _errors(run, used, measured), figures)
+    return SensitivityResult(run.recipe, errors, figures)
 
 
 def _errors(
     run: RunContext, rotations: Mapping[int, LayerRotation], measured: dict[Sparsity, ResolvedPruning]
-) -> dict[str, dict[str, float | None]]:
-    """SensitivityResult.errors, from one pass of the dense model.
+) -> tuple[dict[str, dict[str, float | None]], float | None]:
+    """SensitivityResult.errors, from one pass of the dense model, and the error of the rotated logits.
 
     measured: sparsity → how to prune a linear to it.
     """
     stream = embed(run, run.tokens, None)
     errors: dict[str, dict[str, float | None]] = {}
+    check = ModelCheck(run.model, run.tokens[:1], run.device, run.bases.place) if rotations else None
     for layer in on_device(run.model.layers, run.device, run.home):
         with run.during("sensitivity", layer, announced=True):
             rotated, inputs = layer, stream
-            if rotations:
+            if check is not None:
                 rotation = rotations[layer.index]
                 boundary = run.bases.merged(layer.index, rotations)
+                check.pass_through(layer, rotation, boundary)
                 rotated = layer.copy()
                 inputs = stream.rotated_copy(rotation.r1) if run.rotates_stream else stream
                 rotated.rotate(rotation.to(run.device), boundary, dtype=merging_dtype(run.device))
             errors |= _output_errors(rotated, inputs, measured)
         stream.advance(layer)
-    return errors
+    return errors, None if check is None else check.logit_error(rotations[layer.index])
 
 
 def measured_sparsities(pruning: PruningConfig) -> list[Sparsity]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drot.calibration.layer_pass import LayerPass
@@ -16,7 +15,7 @@ from drot.model.layer import DecoderLayer
 from drot.model.rotation import Boundary, LayerRotation
 from drot.model.stored import stored_tensors
 from drot.pipeline.context import RunContext
-from drot.pipeline.invariance import check_layer
+from drot.pipeline.invariance import ModelCheck
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import recover_layer
@@ -42,6 +41,7 @@ class LayerWork:
     dense: the same in the dense model, whose outputs the step `prune` computes; None if the recipe does not
         use them.
     further: the same of the tokens of a training of all layers together, in the dense model; None without it.
+    check: of the rotated model, which has passed the layers before this layer; None without rotations.
     rotation: on the device of the run, to which it is copied once.
     boundary: the boundary of the residual that the layer has to hold, or that inside of the layer.
     output_r1: R1 [d, d] of the basis in which the layer writes; None is the original basis.
@@ -56,6 +56,7 @@ class LayerWork:
     stream: CalibrationStream
     dense: CalibrationStream | None
     further: CalibrationStream | None
+    check: ModelCheck | None
     rotation: LayerRotation | None
     boundary: Boundary | None
     record: dict[str, Any]
@@ -83,32 +84,37 @@ def calibrate(run: RunContext, work: LayerWork) -> None:
 
 
 def rotate(run: RunContext, work: LayerWork) -> None:
-    """Trains the rotation, and checks on one sequence that it leaves the outputs of the layer as they are."""
+    """Trains the rotation."""
     assert work.objective is not None
     index = work.layer.index
     (trained,), record = train(run, [work.objective], index, run.ranks)
-    work.rotation = rotation = own_r3(run, {index: trained})[index]
+    work.rotation = own_r3(run, {index: trained})[index]
     work.objective = None
-    with run.during("check", work.layer):
-        sample = work.stream.first_samples(1).on(run.device, torch.float32)
-        rotations = {index: work.rotation}
-        if run.bases.place == "inside":
-            work.boundary = run.bases.held(index, rotations)
-        # of rank 0, which holds the first sequence
-        error = run.ranks.on_first(lambda: check_layer(work.layer, sample, rotation, boundary=work.boundary))
-    work.record["rotation"] = record | {"damping": work.record.pop("damping"), "invariance_error": error}
+    if run.bases.place == "inside":
+        work.boundary = run.bases.held(index, {index: work.rotation})
+    work.record["rotation"] = record | {"damping": work.record.pop("damping")}
 
 
 def merge(run: RunContext, work: LayerWork) -> None:
-    """Brings the rotation into the weights of the layer, and its inputs into the basis of the layer.
+    """Checks the rotation, and brings it into the weights of the layer, and the inputs into its basis.
 
     With a boundary, down_proj takes the basis of the next layer here, so that it is pruned in that basis.
     """
     assert work.rotation is not None
+    error = _check(run, work)
+    if "rotation" in work.record:
+        work.record["rotation"]["invariance_error"] = error
     with run.during("merge", work.layer):
         dtype = merging_dtype(run.device)
         work.layer.rotate(work.rotation, work.boundary, dtype=dtype, ranks=run.ranks.of_machine)
         _enter_basis(run, work)
+
+
+def _check(run: RunContext, work: LayerWork) -> float:
+    """The error of the layer's outputs on one sequence, which its rotation leaves as they are."""
+    assert work.check is not None and work.rotation is not None
+    with run.during("check", work.layer):
+        return work.check.pass_through(work.layer, work.rotation, work.boundary)
 
 
 def _enter_basis(run: RunContext, work: LayerWork) -> None:
@@ -239,6 +245,7 @@ def restore(
             work.rotation = LayerRotation.from_tensors(beside, ROTATION_PREFIX).to(run.device)
         if run.bases.place == "inside":
             work.boundary = run.bases.held(work.layer.index, {work.layer.index: work.rotation})
+        _check(run, work)
         with run.during("merge", work.layer):
             _enter_basis(run, work)
     layer = work.layer

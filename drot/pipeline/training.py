@@ -201,8 +201,7 @@ def _with_own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> Rotat
         needed = sorted({index, run.bases.writes_in(index)})
         return own_r3(run, {each: trained[each] for each in needed})[index]
 
-    # a boundary at the input needs the layer before, and the check of a model is one layer ahead
-    return RotationsOfLayers(own, range(run.bases.layers), 3 if run.bases.place == "input" else 2)
+    return RotationsOfLayers(own, range(run.bases.layers))
 
 
 def _part_of(index: int) -> str:

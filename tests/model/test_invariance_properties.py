@@ -7,12 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_models import BARE, LINEAR_ATTENTION, build, settings_of_models, tokens_for
-from small_models import random_rotations, relative_error, rotate_model
+from small_models import random_rotation, random_rotations, relative_error, rotate_model
 from torch import nn
 
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation
-from drot.pipeline.invariance import random_rotation
 
 #: dtype → largest relative error of the logits. fp64 is exact to 15 digits, fp32 to 7. In bf16 each weight of
 #: the rotated model and each hidden state is rounded to 8 bits, in another basis than the original's.

@@ -27,8 +27,7 @@ from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
 from drot.pipeline import layer as pipeline_layer
-from drot.pipeline import steps
-from drot.pipeline.invariance import InvarianceError
+from drot.pipeline.invariance import InvarianceError, ModelCheck
 
 #: every family, and the other modes where a norm, a slice or a tied head could differ
 FAMILIES = [
@@ -360,7 +359,7 @@ def test_nothing_is_written_when_the_rotation_is_wrong(monkeypatch, tmp_path):
     def wrong(*args, **kwargs):
         raise InvarianceError("layer 2: ...")
 
-    monkeypatch.setattr(steps, "check_layer", wrong)
+    monkeypatch.setattr(ModelCheck, "pass_through", wrong)
     with pytest.raises(InvarianceError):
         prune(out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

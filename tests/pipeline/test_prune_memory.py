@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 import drot
 from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import Recipe
-from drot.pipeline import importance
+from drot.pipeline import importance, invariance
 from drot.pruning import shifted_inverse, solve
 
 #: Every size of the layer and every number of tokens is that of a 70B model divided by NARROWER, and so every
@@ -57,6 +57,7 @@ def test_a_70b_layer_is_pruned_within_the_memory_of_a_gpu(quality, limit, monkey
     monkeypatch.setattr(cholesky, "CPU_BLOCK", cholesky.GPU_BLOCK // NARROWER)
     monkeypatch.setattr(solve, "products_on", lambda device: torch.bfloat16)
     monkeypatch.setattr(shifted_inverse, "ROWS", shifted_inverse.ROWS // NARROWER)
+    monkeypatch.setattr(invariance, "CHECKED_TOKENS", invariance.CHECKED_TOKENS // NARROWER)
     monkeypatch.setattr(cholesky, "WHOLE", cholesky.WHOLE // NARROWER)
     sizes = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1, head_dim=8)
     model = small_model("llama", **sizes, num_attention_heads=HIDDEN // 8, num_key_value_heads=4)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import recipe
-from small_models import random_tokens, small_model
+from small_models import random_rotation, random_tokens, small_model
 
 from drot.config import resolve
 from drot.core.events import silent
@@ -18,7 +18,6 @@ from drot.model.rotation import Boundary, rotated_hessian
 from drot.pipeline import training
 from drot.pipeline.batches import Batches
 from drot.pipeline.context import RunContext
-from drot.pipeline.invariance import random_rotation
 from drot.pipeline.memory import training_memory
 from drot.rotation.work import work_of_ranks
 
