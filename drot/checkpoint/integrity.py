@@ -109,5 +109,5 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
         if problem is not None:
             raise UserError(
                 f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the "
-                "checkpoint again, or record a change of your own with drot info and its option accept"
+                f"checkpoint again, or record a change of your own with drot info {folder} --accept"
             )

@@ -208,7 +208,7 @@ def evaluation_figures(entry: EvaluationRecord) -> Iterator[tuple[str, str]]:
         for text, value in entry.perplexity.items():
             dense, plain = (found.get(text) for found in (entry.baselines.dense, entry.baselines.not_rotated))
             if (share := gap_closed(dense, plain, value)) is not None:
-                yield f"gap closed on {short(text)}, from {plain:.3f} without the rotation", f"{share:.0%}"
+                yield f"gap closed on {short(text)}, from {plain:.3f} by the method alone", f"{share:.0%}"
     for text, agreement in entry.agreement.items():
         yield f"next tokens as {short(entry.against or '')} on {short(text)}", f"{agreement.equal_tokens:.1%}"
     for task, value in entry.tasks.items():

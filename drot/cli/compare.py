@@ -24,10 +24,11 @@ def compare(
     no_record: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Compare a pruned model with its dense original, and with the same pruning without the rotation.
+    """Compare a pruned model with its dense original, and with models pruned without the rotation.
 
-    The dense model is pruned again without a rotation: by the method of DIR alone, and with its solver. That
-    takes a part of the time of the run that made DIR. drot report and drot info show the figures too.
+    The dense model is pruned again without a rotation: by the method of DIR alone, and with its solver and
+    its training of the kept weights. That takes a part of the time of the run that made DIR. drot report and
+    drot info show the figures too.
 
     Example: drot compare llama-2of4 --ppl wikitext2
 

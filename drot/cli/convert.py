@@ -31,4 +31,5 @@ def convert(model: str, out: Path, format: str, as_json: bool = False) -> None:
         print_line(saved_line(model, out))
         if format == "packed":
             serve = f"drot serve {shlex.quote(str(out))}"
-            print_line(f"Next:\n  {serve}  # an OpenAI-compatible server; drot chat talks to the model")
+            print_line("Next:")
+            print_line(f"  {serve}  # an OpenAI-compatible server; drot chat talks to the model")

@@ -59,7 +59,7 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, *, out: Path | None, *
         f"{needs.training_tokens:,} train the rotations",
         "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of what "
         "OUT.partial holds while the run lasts",
-        "main memory": f"about {size_text(in_memory)}{of_all}",
+        "main memory": f"about {size_text(in_memory)}{of_all}, beside 0.5 GB of a process without a model",
         "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}{of_all}",
         **of_device,
         **together,

@@ -99,13 +99,16 @@ def check_effects(asked: AskedRecipe, *, measures: bool = False, **files: Path |
 
 
 def check_no_output(asked: AskedRecipe, given: dict[str, Any]) -> None:
-    """Raises UserError that names the options of a written model that were given with --sensitivity."""
-    written = ["out", "fit", "resume", "save_rotations_to", "format", "save_dtype"]
+    """Raises UserError that names options which --sensitivity does not take.
+
+    They are those of a written model, --dry-run and --gpus.
+    """
+    written = ["out", "fit", "resume", "save_rotations_to", "format", "save_dtype", "dry_run", "gpus"]
     trainings = ("recover", "distill_epochs")
     before, after = asked.start.recovery, asked.recipe.recovery
     written += [name for name in trainings if getattr(before, name) != getattr(after, name)]
     if idle := [name for name in written if name in given or name in trainings]:
-        _refuse(idle, "with --sensitivity, which writes no model")
+        _refuse(idle, "with --sensitivity")
 
 
 def _refuse(names: list[str], condition: str) -> None:

@@ -1,5 +1,6 @@
 """The sequences of a fine-tuning: those that it trains on, and those that are held out."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,11 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.text.mixture import counts_of, texts_of
 from drot.text.source import as_token_ids, draw_sequences, large_text, read_text, spread, tokenize
+
+logger = logging.getLogger("drot")
+
+#: how often a training may read each token of its text without a warning
+OFTEN = 10
 
 
 def split_text(
@@ -68,5 +74,11 @@ def _split(
             f"the training text must have more than {reserved + seqlen} tokens, for {held_out} held-out "
             f"sequences and one to train on; {text.source!r} has {len(ids)}: lower `held_out` or `seqlen`"
         )
+    available, wanted = len(ids) - reserved, text.nsamples * seqlen
+    if wanted > OFTEN * available:
+        logger.warning(
+            "%s has %d tokens to train on: the training reads them about %d times", text.source, available,
+            wanted // available,
+        )  # fmt: skip
     training = draw_sequences(ids[:-reserved], nsamples=text.nsamples, seqlen=seqlen, seed=text.seed)
     return training, ids[-reserved:].reshape(held_out, seqlen)

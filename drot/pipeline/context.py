@@ -50,6 +50,8 @@ class RunContext:
         distill_tokens: Tensor | None = None,
     ) -> None:
         self.distill_tokens = distill_tokens
+        #: why the text allows no training of all layers together, though it was asked for
+        self.not_distilled: str | None = None
         self.recipe, self.tokens = recipe, tokens
         self.model = DecoderModel(model, route_all=recipe.pruning.route_all, weights=weights)
         self.device, self.ranks = device, ranks

@@ -8,7 +8,7 @@ from typing import Any
 from drot.checkpoint.importance import save_importance_maps
 from drot.checkpoint.manifest import FORMAT_VERSION, Manifest
 from drot.checkpoint.quantization_config import format_of
-from drot.checkpoint.records import MemoryPeak, Seconds
+from drot.checkpoint.records import DistillationRecord, MemoryPeak, Seconds
 from drot.checkpoint.resume import OWN_TEXT, RunState
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import save_checkpoint
@@ -49,7 +49,7 @@ def manifest_of(
             "relative_logit_error": run.logit_error,
             "hidden_states": context.place_of_states,
             "dense_states_on_device": run.dense_states_on_device,
-            "distillation": run.distillation,
+            "distillation": run.distillation or _left_out(context),
             "versions": versions(),
             "device": device_name(context.device),
             "machine": machine(context.device),
@@ -62,6 +62,12 @@ def manifest_of(
             **_times(context, 0.0),
         }
     )
+
+
+def _left_out(context: RunContext) -> DistillationRecord | None:
+    """The record of a training of all layers together for which the text did not suffice."""
+    reason = context.not_distilled
+    return None if reason is None else DistillationRecord(left_out=reason)
 
 
 def _times(context: RunContext, total: float) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def prepare(
             ranks=ranks,
         )
     )
-    config, resolved = planned.config, planned.recipe
+    config = planned.config
     if isinstance(model, PreTrainedModel):
         source = getattr(config, "_name_or_path", "")
     else:
@@ -152,7 +152,7 @@ def prepare(
         model=model, tokenizer=tokenizer, config=config, device=planned.device, dtype=dtype,
         progress=progress, ranks=ranks, own_text=own_text,
     )  # fmt: skip
-    resolved, tokens, further = reader.read(resolved, tokens, further, measures=measures)
+    resolved, tokens, further = reader.read(planned.recipe, tokens, further, measures=measures)
     weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
@@ -169,6 +169,8 @@ def prepare(
     context = RunContext(
         model, resolved, tokens, planned.device, progress, save_dtype, weights, ranks, further
     )
+    if planned.recipe.recovery.distill_epochs and not resolved.recovery.distill_epochs:
+        context.not_distilled = "the text has too few sequences beside those of the calibration"
     context.model.check()
     return Prepared(context, source, tokenizer)
 

@@ -14,7 +14,7 @@ from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import down_widths, family_of, linear_names
-from drot.model.sizes import check_down_block, positions_of, widths_of
+from drot.model.sizes import check_down_block, experts_of, positions_of, widths_of
 from drot.sparse.packed import dense_linears
 
 #: width of a linear's inputs → what it is in a model's config
@@ -55,6 +55,7 @@ def check_recipe(
     - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
       when a layer is pruned, and a boundary that the family cannot have,
     - patterns of `keep` and `sparsity_of` that match no linear,
+    - `route_all` in a model without experts,
     - n:m, blocks or blocks of R3 that do not divide the model's dimensions, and R3 in a family without it,
     - the packed format if no linear is 2:4.
     """
@@ -71,6 +72,8 @@ def check_recipe(
                 f"takes no R3; got {rotation.down_block}"
             )
         check_down_block(rotation.down_block, *down_widths(config))
+    if recipe.pruning.route_all and not experts_of(config):
+        raise UserError(f"`route_all` has no effect on a model of type {config.model_type!r}: leave it out")
     if hidden % blocks:
         raise UserError(f"`blocks` must divide the hidden size {hidden}; got {blocks}")
 

@@ -12,7 +12,7 @@ from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Figure, Impo
 ERRORS: dict[str, Figure] = {
     "one shot, not rotated": ONE_SHOT_ERROR[0],
     "one shot, rotated": ONE_SHOT_ERROR[1],
-    "as written": final_error,
+    "as pruned": final_error,
 }
 #: a histogram begins and ends with the first and the last bin that holds a larger share of the weights
 SHOWN_SHARE = 1e-3
@@ -69,9 +69,9 @@ def error_by_layer(run: Run) -> Chart | None:
     if not series:
         return None
     caption = "The relative squared error of the linears' outputs, as the mean over a layer's linears."
-    if written := series.get("as written"):
-        worst = max(written, key=written.__getitem__)
-        caption += f" As written, it is largest in layer {worst}: {written[worst]:.4f}."
+    if pruned := series.get("as pruned"):
+        worst = max(pruned, key=pruned.__getitem__)
+        caption += f" As pruned, it is largest in layer {worst}: {pruned[worst]:.4f}."
     return lines("Output error", "layer", series, caption)
 
 

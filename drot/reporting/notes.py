@@ -37,7 +37,15 @@ def summary(run: Run, measured: Sequence[Measured]) -> list[str]:
         sentences.append(sentence + ".")
     written = run.mean(final_error)
     if written is not None:
-        sentences.append(f"As written, the output error of a linear is {written:.4f} on average.")
+        sentences.append(f"As pruned, the output error of a linear is {written:.4f} on average.")
+    distilled = run.manifest.distillation
+    if distilled is not None and distilled.trained:
+        sentences.append(
+            "Then the kept weights of all layers were trained together: on held-out sequences, KL(dense ‖ "
+            f"pruned) went from {distilled.kl_before:.4f} to {distilled.kl_after:.4f}."
+        )
+    if run.manifest.finetune:
+        sentences.append("Then the model was fine-tuned.")
     return [*sentences, *map(_perplexity, measured), _cost(run)]
 
 
@@ -59,22 +67,21 @@ def _perplexity(entry: Measured) -> str:
         sentence += f", {entry.perplexity - entry.dense:+.3f} against the dense model's {entry.dense:.3f}"
     if entry.share is not None:
         sentence += (
-            f"; pruned without the rotation, the model has {entry.unrotated:.3f}, and "
-            f"{entry.share:.0%} of the gap is closed"
+            f"; pruned by the method alone, the model has {entry.unrotated:.3f}, and rotation and solver "
+            f"close {entry.share:.0%} of the gap"
         )
     return sentence + "."
 
 
 def verdict(run: Run, measured: Sequence[Measured], lines: Sequence[str]) -> str:
     """What stands above the `lines` of `unusual`, or in their place."""
-    if lines:
-        return "Look at:"
+    usual = "Look at:" if lines else "Nothing is unusual."
     if any(entry.dense is not None for entry in measured):
-        return "Nothing is unusual."
+        return usual
     model = short(run.manifest.base_model)
     return (
-        "Nothing is unusual. But no evaluation compares the model with the dense original: "
-        f"measure one with drot eval {run.name} --against {model or 'ORIGINAL'}."
+        "No evaluation compares the model with the dense original: measure one with drot eval "
+        f"{run.name} --against {model or 'ORIGINAL'}. {usual}"
     )
 
 
@@ -176,7 +183,7 @@ def _perplexities(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
     for entry in measured:
         rise = entry.rise or 0.0
         if entry.share is not None and entry.share < 0:
-            yield f"On {entry.text}, the perplexity is worse than without the rotation."
+            yield f"On {entry.text}, the perplexity is worse than by the method alone."
         if rise < 0:
             yield (
                 f"On {entry.text}, the pruned model is better than the dense one, {entry.perplexity:.3f} "

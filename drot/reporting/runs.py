@@ -39,7 +39,7 @@ ONE_SHOT_ERROR: tuple[Figure, Figure] = (
 
 
 def final_error(linear: LinearRecord) -> float | None:
-    """The output error of a linear as it was written."""
+    """The output error of a linear as it was pruned, before any training of all layers."""
     return linear.output_error
 
 

@@ -1,11 +1,12 @@
 """`report`: reads a run, draws, and writes the page: one HTML file that needs no other and loads nothing."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from drot.checkpoint.tables import short
 from drot.config import matches
@@ -23,6 +24,8 @@ PAGE = "report.html"
 #: most linears in a page without a choice; each takes about 60 KB and a quarter of a second
 MOST_LINEARS = 14
 TEMPLATES = Path(__file__).parent / "templates"
+#: an option of the command line
+OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,11 @@ def _change(run: Run, linear: str) -> float:
     return found[1] / found[0] if len(found) == 2 and found[0] and found[1] is not None else 1.0
 
 
+def _unbroken(text: str) -> Markup:
+    """The text with its options, such as --linears, in spans in which no line ends."""
+    return Markup(OPTION.sub(r'<span class="option">\g<0></span>', str(escape(text))))
+
+
 def page(run: Run, charts: Sequence[Chart], linears: Mapping[str, Sequence[Chart]], about: str) -> str:
     """The HTML of the report on a run.
 
@@ -115,6 +123,7 @@ def page(run: Run, charts: Sequence[Chart], linears: Mapping[str, Sequence[Chart
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
+    environment.filters["unbroken"] = _unbroken
     measured = measurements(run)
     unusual = notes.unusual(run, measured)
     return environment.get_template("page.html").render(

@@ -16,7 +16,7 @@ from runs import (
     saved_tensors,
 )
 from small_checkpoints import save_small
-from small_models import random_tokens, small_model
+from small_models import random_text, random_tokens, save_small_model, small_model
 from torch.func import functional_call
 
 import drot
@@ -359,3 +359,13 @@ def test_it_trains_on_all_sequences_but_those_that_are_held_out():
     trained = len(FURTHER) - HELD_OUT
     assert len(steps) == steps[-1].steps == math.ceil(trained / 2)
     assert all(math.isfinite(event.loss) for event in steps)
+
+
+def test_a_text_that_is_too_short_is_recorded(tmp_path):
+    """All its sequences overlap those of the calibration."""
+    folder = save_small_model(small_model("llama"), tmp_path / "dense")
+    (tmp_path / "short.txt").write_text(random_text(30))
+    chosen = recipe().replace(source=str(tmp_path / "short.txt"), nsamples=3, seqlen=24, distill_epochs=1)
+    manifest = drot.prune(folder, chosen, out=tmp_path / "out", device="cpu").manifest
+    assert manifest.recipe.recovery.distill_epochs == 0
+    assert manifest.distillation.left_out.startswith("the text has too few sequences")

@@ -363,3 +363,8 @@ def test_nothing_is_written_when_the_rotation_is_wrong(monkeypatch, tmp_path):
     with pytest.raises(InvarianceError):
         prune(out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_experts_routes_nothing():
+    with pytest.raises(UserError, match="`route_all` has no effect on a model of type 'llama'"):
+        prune(small_model("llama"), recipe("none", route_all=True))

@@ -105,8 +105,8 @@ def test_the_gap_closed_by_a_baseline():
     (entry,) = measurements(report)
     assert (entry.dense, entry.unrotated) == (10.0, 18.0) and entry.share == pytest.approx(0.75)
     text = " ".join(summary(report, [entry]))
-    assert "is 12.000, +2.000 against the dense model's 10.000; pruned without" in text
-    assert "the model has 18.000, and 75% of the gap is closed." in text
+    assert "is 12.000, +2.000 against the dense model's 10.000; pruned by the method alone" in text
+    assert "the model has 18.000, and rotation and solver close 75% of the gap." in text
     table = lost_table(report, [entry])
     assert table.cells[0][1:] == ["10.000", "18.000", "12.000", "75%"]
     assert table.cells[1][1:4] == ["100.0%", "-", "90.0%"]
@@ -115,7 +115,7 @@ def test_the_gap_closed_by_a_baseline():
 def test_worse_than_without_the_rotation():
     report = run(evaluations=[evaluation(10.9, 10.0, not_rotated=10.8)])
     assert unusual(report, measurements(report)) == [
-        "On text, the perplexity is worse than without the rotation."
+        "On text, the perplexity is worse than by the method alone."
     ]
 
 
@@ -144,7 +144,11 @@ def test_the_verdict_needs_a_comparison_with_the_dense_model():
     assert lines_on(evaluation(10.5, 10.0)) == ([], "Nothing is unusual.")
     for entries in ((), (evaluation(10.5),)):
         lines, words = lines_on(*entries, base_model="/home/me/models/some-model")
-        assert lines == [] and words.endswith("measure one with drot eval run --against some-model.")
+        assert lines == [] and "measure one with drot eval run --against some-model." in words
+        assert words.endswith("Nothing is unusual.")
+    report = run(base_model="some-model")
+    words = verdict(report, [], ["a line that is unusual"])
+    assert words.startswith("No evaluation compares") and words.endswith("Look at:")
 
 
 def test_the_latest_evaluation_counts_and_one_with_agreement_first():
