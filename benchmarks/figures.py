@@ -257,6 +257,7 @@ def scale() -> str:
         [
             f"{row['model']}, `{row['quality']}`",
             row["ranks"],
+            row["disk"],
             *(row[step] for step in steps),
             row["minutes"],
             f"{float(row['efficiency']):.0%}",
@@ -270,7 +271,7 @@ def scale() -> str:
         ]
         for row in rows
     ]
-    return table(["model", "GPUs", *steps, "minutes", "not lost", "wanted"], body, rows)
+    return table(["model", "GPUs", "disk", *steps, "minutes", "not lost", "wanted"], body, rows)
 
 
 def headline() -> str:

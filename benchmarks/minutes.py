@@ -279,6 +279,7 @@ def main() -> None:
                 if options.ranks:
                     alone = alone or float(row["minutes"])
                     row |= compared(shape, quality, ranks, float(row["minutes"]), alone)
+                    row["disk"] = f"{options.disk:g}"
                 if options.csv is not None:
                     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
                     file = "scale.csv" if options.ranks else "minutes.csv"
