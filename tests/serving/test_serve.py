@@ -73,10 +73,7 @@ def test_requests_at_once_do_not_change_each_other(batched, greedy):
         stopped = pool.submit(completion, batched, PROMPTS[0], 200, stop=["\n"])
     assert [each.result().text for each in texts] == [greedy(prompt, 24) for prompt in PROMPTS]
     assert len({each.result().text for each in drawn}) > 1
-    expected = greedy(PROMPTS[0], 200)
-    # transformers ends with the token in which the stop is
-    assert stopped.result().text.startswith(expected[: expected.index("\n") + 1])
-    assert len(stopped.result().text) < len(expected) / 2
+    assert stopped.result().text == greedy(PROMPTS[0], 200).split("\n")[0]
     assert stopped.result().finish_reason == "stop"
 
 
