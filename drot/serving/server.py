@@ -198,7 +198,7 @@ def bound(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"cannot listen on {host}, `port={port}` ({quoted(error)}): give another `port`"
+            f"cannot listen on `host={host}`, `port={port}` ({quoted(error)}): give another `host` or `port`"
         ) from None
 
 

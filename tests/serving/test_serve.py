@@ -241,3 +241,11 @@ def test_a_port_that_is_taken_is_refused(packed, capsys):
         port = str(taken.getsockname()[1])
         assert cli.run(["serve", str(packed), "--port", port]) == 2
     assert f"--port {port}" in capsys.readouterr().err
+
+
+def test_an_address_of_another_machine_is_refused(packed, capsys):
+    from drot.cli import app as cli
+
+    assert cli.run(["serve", str(packed), "--port", "0", "--host", "192.0.2.1"]) == 2
+    told = capsys.readouterr().err
+    assert "cannot listen on --host 192.0.2.1, --port 0" in told and "give another --host or --port" in told
