@@ -23,6 +23,8 @@ CARD = "README.md"
 BEGIN, END = "<!-- drot: begin -->", "<!-- drot: end -->"
 #: entries of the metadata that are taken from the card of the base model
 LICENSE = ("license", "license_name", "license_link")
+#: what the card calls the model of an adapter, if it is a local folder
+PRUNED_MODEL = "PRUNED_MODEL"
 #: seconds to wait for the card of the base model
 PATIENCE = 3.0
 
@@ -71,14 +73,14 @@ def card(manifest: CheckpointManifest, name: str, before: str = "", tags: Sequen
     kept = old.data.to_dict() if old is not None else {}
     if "license" not in kept and manifest.base_model:
         kept |= license_of(manifest.base_model)
-    adapter = bool(manifest.finetune) and manifest.finetune[-1].settings.keep_adapter
+    base = manifest.finetune[-1].start if manifest.is_adapter else manifest.base_model
     new: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
+        "library_name": "peft" if manifest.is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": list(dict.fromkeys([*(kept.get("tags") or []), *_tags(manifest), *tags])),
     }
-    if on_hub(manifest.base_model):
-        new["base_model"] = manifest.base_model
+    if on_hub(base):
+        new["base_model"] = base
     kept.pop("model-index", None)
     if results := list(_results(manifest)):
         new |= {"eval_results": results, "model_name": name}
@@ -115,6 +117,8 @@ def license_of(model: str) -> dict[str, Any]:
 
 
 def _tags(manifest: CheckpointManifest) -> list[str]:
+    if manifest.is_adapter:
+        return ["drot", "lora"]
     tags = ["drot", "pruned", "sparse"]
     if isinstance(manifest, Manifest):
         recipe = manifest.recipe
@@ -161,6 +165,7 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
         name=name,
         base=base if on_hub(base) else Path(base).name,
         manifest=manifest,
+        pruned_model=_of_hub_or(manifest.finetune[-1].start, PRUNED_MODEL) if manifest.is_adapter else "",
         pruned=pruned,
         recipe=recipe,
         figures=[
@@ -171,6 +176,11 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
         finetunings=map(finetune_line, manifest.finetune),
         versions=", ".join(f"{package} {version}" for package, version in versions.items() if version),
     )
+
+
+def _of_hub_or(model: str, placeholder: str) -> str:
+    """What a command in the card calls a model: a local folder is another one where the card is read."""
+    return model if on_hub(model) else placeholder
 
 
 def _cell(text: str) -> str:

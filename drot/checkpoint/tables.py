@@ -217,7 +217,7 @@ def evaluation_figures(entry: EvaluationRecord) -> Iterator[tuple[str, str]]:
 
 def _opens_as(manifest: CheckpointManifest) -> str:
     """Whether the checkpoint needs drot to be opened, and what for."""
-    if manifest.finetune and manifest.finetune[-1].settings.keep_adapter:
+    if manifest.is_adapter:
         return f"an adapter for peft on top of {manifest.finetune[-1].start}"
     if manifest.stock_architecture:
         return "stock architecture"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from made_manifests import made_agreement, made_evaluation, made_manifest, write_card
+from made_manifests import made_agreement, made_evaluation, made_finetuning, made_manifest, write_card
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -23,7 +23,7 @@ from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.checkpoint.records import EvaluationRecord
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
-from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.config import FinetuneConfig, PruningConfig, Recipe, RotationConfig
 from drot.evaluation.record import record
 
 pytestmark = pytest.mark.slow
@@ -111,6 +111,15 @@ def test_figures_and_base_model(tmp_path):
     ):
         assert line in written.text
     assert "some/where" not in written.text
+
+
+def test_the_card_of_an_adapter_names_its_model_on_the_hub():
+    settings = FinetuneConfig(lr=1e-4, warmup_steps=0, held_out=2, keep_adapter=True)
+    changes = {"from": "someone/pruned", "settings": settings}
+    text = card(made_manifest(finetune=[made_finetuning(**changes)]), "mine")
+    assert ModelCard(text).data.base_model == "someone/pruned"
+    assert 'pruned = AutoModelForCausalLM.from_pretrained("someone/pruned")' in text
+    assert "The pruned model is someone/some-model, with 50.0%" in text
 
 
 def test_the_license_is_that_of_the_base_model(tmp_path):
