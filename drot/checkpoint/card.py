@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
-from drot.checkpoint.tables import evaluation_figures, finetune_line, measured
+from drot.checkpoint.tables import evaluation_figures, finetune_line, measured, short_source
 from drot.core.errors import quoted
 from drot.core.files import new_file
 from drot.core.hub import HUB_NAME
@@ -23,8 +23,8 @@ CARD = "README.md"
 BEGIN, END = "<!-- drot: begin -->", "<!-- drot: end -->"
 #: entries of the metadata that are taken from the card of the base model
 LICENSE = ("license", "license_name", "license_link")
-#: what the card calls the model of an adapter, if it is a local folder
-PRUNED_MODEL = "PRUNED_MODEL"
+#: what commands in the card call the dense model, and that of an adapter, where it is no model on the hub
+MODEL, PRUNED_MODEL = "MODEL", "PRUNED_MODEL"
 #: seconds to wait for the card of the base model
 PATIENCE = 3.0
 
@@ -156,7 +156,7 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
 
     base = manifest.base_model or "a model that was loaded in Python"
     pruned = manifest if isinstance(manifest, Manifest) else None
-    recipe = yaml.safe_dump(pruned.recipe.to_dict(), sort_keys=False, allow_unicode=True) if pruned else ""
+    recipe = yaml.safe_dump(_shown_recipe(pruned), sort_keys=False, allow_unicode=True) if pruned else ""
     versions = pruned.versions if pruned else manifest.finetune[-1].versions
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
@@ -164,6 +164,7 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
     return environment.get_template("card.md").render(
         name=name,
         base=base if on_hub(base) else Path(base).name,
+        dense_model=_of_hub_or(manifest.base_model, MODEL),
         manifest=manifest,
         pruned_model=_of_hub_or(manifest.finetune[-1].start, PRUNED_MODEL) if manifest.is_adapter else "",
         pruned=pruned,
@@ -176,6 +177,13 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
         finetunings=map(finetune_line, manifest.finetune),
         versions=", ".join(f"{package} {version}" for package, version in versions.items() if version),
     )
+
+
+def _shown_recipe(manifest: Manifest) -> dict[str, Any]:
+    """The entries of the recipe, with the calibration text by its file's name."""
+    entries = manifest.recipe.to_dict()
+    entries["calibration"]["source"] = short_source(entries["calibration"]["source"])
+    return entries
 
 
 def _of_hub_or(model: str, placeholder: str) -> str:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from drot.checkpoint.tables import short
+from drot.checkpoint.card import on_hub
 from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, final_error
 
 #: a layer is unusual if its output error is this many times the median of its neighbours
@@ -71,10 +71,10 @@ def verdict(run: Run, measured: Sequence[Measured], lines: Sequence[str]) -> str
         return "Look at:"
     if any(entry.dense is not None for entry in measured):
         return "Nothing is unusual."
-    model = short(run.manifest.base_model)
+    model = run.manifest.base_model
     return (
         "Nothing is unusual. But no evaluation compares the model with the dense original: "
-        f"measure one with drot eval {run.name} --against {model or 'ORIGINAL'}."
+        f"measure one with drot eval {run.name} --against {model if on_hub(model) else 'ORIGINAL'}."
     )
 
 

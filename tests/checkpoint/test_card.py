@@ -122,6 +122,18 @@ def test_the_card_of_an_adapter_names_its_model_on_the_hub():
     assert "The pruned model is someone/some-model, with 50.0%" in text
 
 
+@pytest.mark.parametrize("base_model", ["/home/me/models/tiny", ""])
+def test_commands_and_recipe_hold_no_local_paths(base_model):
+    recipe = Recipe().replace(source="/home/me/texts/code.txt,/home/me/prose.txt=2")
+    text = card(made_manifest(recipe, base_model=base_model), "name")
+    assert (
+        "drot prune MODEL --recipe drot.json --out FOLDER" in text
+        and "of MODEL, the dense model, with" in text
+    )
+    assert "source: code.txt,prose.txt=2" in text and "/home/me" not in text
+    assert "MODEL" not in card(made_manifest(recipe), "name")
+
+
 def test_the_license_is_that_of_the_base_model(tmp_path):
     base = tmp_path / "base"
     base.mkdir()

@@ -143,8 +143,14 @@ def test_a_large_rise_of_the_perplexity():
 def test_the_verdict_needs_a_comparison_with_the_dense_model():
     assert lines_on(evaluation(10.5, 10.0)) == ([], "Nothing is unusual.")
     for entries in ((), (evaluation(10.5),)):
-        lines, words = lines_on(*entries, base_model="/home/me/models/some-model")
-        assert lines == [] and words.endswith("measure one with drot eval run --against some-model.")
+        lines, words = lines_on(*entries)
+        assert lines == [] and words.endswith("drot eval run --against someone/some-model.")
+
+
+@pytest.mark.parametrize("base_model", ["/home/me/models/some-model", "some-model", ""])
+def test_a_command_does_not_shorten_the_folder_of_the_dense_model(base_model):
+    """The shortened name is no folder where the command is run."""
+    assert lines_on(base_model=base_model)[1].endswith("measure one with drot eval run --against ORIGINAL.")
 
 
 def test_the_latest_evaluation_counts_and_one_with_agreement_first():
