@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
-from drot.checkpoint.tables import evaluation_figures, finetune_line, measured, short_source
+from drot.checkpoint.tables import distinct_figures, finetune_line, measured, short_source
 from drot.core.errors import quoted
 from drot.core.files import new_file
 from drot.core.hub import HUB_NAME
@@ -25,6 +25,8 @@ BEGIN, END = "<!-- drot: begin -->", "<!-- drot: end -->"
 LICENSE = ("license", "license_name", "license_link")
 #: what commands in the card call the dense model, and that of an adapter, where it is no model on the hub
 MODEL, PRUNED_MODEL = "MODEL", "PRUNED_MODEL"
+#: format in which figures of the metadata are compared
+FIGURE = ".4f"
 #: seconds to wait for the card of the base model
 PATIENCE = 3.0
 
@@ -128,18 +130,23 @@ def _tags(manifest: CheckpointManifest) -> list[str]:
 
 
 def _results(manifest: CheckpointManifest) -> Iterator[Any]:
-    """The recorded evaluations for the metadata. A figure that is not finite is left out."""
+    """The recorded evaluations for the metadata. A figure that is not finite is left out.
+
+    Figures that are equal in the format FIGURE, of equal texts, windows and dtypes, are one result.
+    """
     from huggingface_hub import EvalResult
 
+    found: dict[Any, Any] = {}
     for entry in manifest.evaluations:
-        windows = {"windows": entry.seqlen}
+        window = {"window_length": entry.seqlen}
         figures = [
-            *(("perplexity", Path(text).name, value, windows) for text, value in entry.perplexity.items()),
+            *(("perplexity", Path(text).name, value, window) for text, value in entry.perplexity.items()),
             *(("accuracy", task, value, None) for task, value in entry.tasks.items()),
         ]
         for metric, dataset, value, arguments in figures:
             if value is not None:
-                yield EvalResult(
+                key = metric, dataset, format(value, FIGURE), entry.seqlen if arguments else None, entry.dtype
+                found[key] = EvalResult(
                     task_type="text-generation",
                     dataset_type=dataset,
                     dataset_name=dataset,
@@ -147,6 +154,7 @@ def _results(manifest: CheckpointManifest) -> Iterator[Any]:
                     metric_value=value,
                     metric_args=arguments,
                 )
+    yield from found.values()
 
 
 def _body(manifest: CheckpointManifest, name: str) -> str:
@@ -171,8 +179,8 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
         recipe=recipe,
         figures=[
             (_cell(measure), value, measured(entry))
-            for entry in manifest.evaluations
-            for measure, value in evaluation_figures(entry)
+            for entry, found in distinct_figures(manifest.evaluations)
+            for measure, value in found
         ],
         finetunings=map(finetune_line, manifest.finetune),
         versions=", ".join(f"{package} {version}" for package, version in versions.items() if version),

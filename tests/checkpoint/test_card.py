@@ -21,6 +21,7 @@ from drot.checkpoint.card import card
 from drot.checkpoint.convert import convert
 from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.checkpoint.records import EvaluationRecord
+from drot.checkpoint.tables import facts
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
 from drot.config import FinetuneConfig, PruningConfig, Recipe, RotationConfig
@@ -120,6 +121,32 @@ def test_the_card_of_an_adapter_names_its_model_on_the_hub():
     assert ModelCard(text).data.base_model == "someone/pruned"
     assert 'pruned = AutoModelForCausalLM.from_pretrained("someone/pruned")' in text
     assert "The pruned model is someone/some-model, with 50.0%" in text
+
+
+def test_a_perplexity_that_was_measured_twice_is_there_once():
+    """By drot eval, and again by drot compare, which also compares the predictions."""
+    text, dense = "some/where/wiki.txt", {"against": "someone/dense"}
+    compared = made_evaluation({text: 5.25}, **dense, agreement={text: made_agreement()})
+    others = [made_evaluation({text: 5.25}, **entry) for entry in ({"dtype": "bfloat16"}, {"seqlen": 64})]
+    evaluations = [made_evaluation({text: 5.25}, tasks={"piqa": 0.75}), *others, compared]
+    manifest = made_manifest(evaluations=[*evaluations, made_evaluation({text: 5.5}, dtype="bfloat16")])
+    written = ModelCard(card(manifest, "name"))
+    results = [(r.metric_type, r.metric_value, r.metric_args) for r in written.data.eval_results]
+    windows = {"window_length": 512}
+    assert sorted(results, key=str) == [
+        ("accuracy", 0.75, None),
+        *[("perplexity", 5.25, windows)] * 2,  # in two dtypes
+        ("perplexity", 5.25, {"window_length": 64}),
+        ("perplexity", 5.5, windows),
+    ]
+    figure = "perplexity on wiki.txt, windows of 512 tokens"
+    assert written.text.count(f"| {figure} | 5.250 | float32,") == 1
+    assert written.text.count(f"| {figure} |") == 3
+    lines = [value for name, value in facts(manifest) if name == "evaluation"]
+    assert len(lines) == 5 and sum(f"{figure} 5.250" in line for line in lines) == 2
+    assert lines[0] == "accuracy in piqa 75.00%; float32, 2026-01-02"
+    manifest.evaluations[0].tasks = {}
+    assert len([name for name, _ in facts(manifest) if name == "evaluation"]) == 4
 
 
 @pytest.mark.parametrize("base_model", ["/home/me/models/tiny", ""])
