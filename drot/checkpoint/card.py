@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
-from drot.checkpoint.tables import evaluation_figures, finetune_line, measured
+from drot.checkpoint.tables import distinct_figures, finetune_line, measured, short_source
 from drot.core.errors import quoted
 from drot.core.files import new_file
 from drot.core.hub import HUB_NAME
@@ -23,6 +23,10 @@ CARD = "README.md"
 BEGIN, END = "<!-- drot: begin -->", "<!-- drot: end -->"
 #: entries of the metadata that are taken from the card of the base model
 LICENSE = ("license", "license_name", "license_link")
+#: what commands in the card call the dense model, and that of an adapter, where it is no model on the hub
+MODEL, PRUNED_MODEL = "MODEL", "PRUNED_MODEL"
+#: format in which figures of the metadata are compared
+FIGURE = ".4f"
 #: seconds to wait for the card of the base model
 PATIENCE = 3.0
 
@@ -71,14 +75,14 @@ def card(manifest: CheckpointManifest, name: str, before: str = "", tags: Sequen
     kept = old.data.to_dict() if old is not None else {}
     if "license" not in kept and manifest.base_model:
         kept |= license_of(manifest.base_model)
-    adapter = bool(manifest.finetune) and manifest.finetune[-1].settings.keep_adapter
+    base = manifest.finetune[-1].start if manifest.is_adapter else manifest.base_model
     new: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
+        "library_name": "peft" if manifest.is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": list(dict.fromkeys([*(kept.get("tags") or []), *_tags(manifest), *tags])),
     }
-    if on_hub(manifest.base_model):
-        new["base_model"] = manifest.base_model
+    if on_hub(base):
+        new["base_model"] = base
     kept.pop("model-index", None)
     if results := list(_results(manifest)):
         new |= {"eval_results": results, "model_name": name}
@@ -115,6 +119,8 @@ def license_of(model: str) -> dict[str, Any]:
 
 
 def _tags(manifest: CheckpointManifest) -> list[str]:
+    if manifest.is_adapter:
+        return ["drot", "lora"]
     tags = ["drot", "pruned", "sparse"]
     if isinstance(manifest, Manifest):
         recipe = manifest.recipe
@@ -124,18 +130,23 @@ def _tags(manifest: CheckpointManifest) -> list[str]:
 
 
 def _results(manifest: CheckpointManifest) -> Iterator[Any]:
-    """The recorded evaluations for the metadata. A figure that is not finite is left out."""
+    """The recorded evaluations for the metadata. A figure that is not finite is left out.
+
+    Figures that are equal in the format FIGURE, of equal texts, windows and dtypes, are one result.
+    """
     from huggingface_hub import EvalResult
 
+    found: dict[Any, Any] = {}
     for entry in manifest.evaluations:
-        windows = {"windows": entry.seqlen}
+        window = {"window_length": entry.seqlen}
         figures = [
-            *(("perplexity", Path(text).name, value, windows) for text, value in entry.perplexity.items()),
+            *(("perplexity", Path(text).name, value, window) for text, value in entry.perplexity.items()),
             *(("accuracy", task, value, None) for task, value in entry.tasks.items()),
         ]
         for metric, dataset, value, arguments in figures:
             if value is not None:
-                yield EvalResult(
+                key = metric, dataset, format(value, FIGURE), entry.seqlen if arguments else None, entry.dtype
+                found[key] = EvalResult(
                     task_type="text-generation",
                     dataset_type=dataset,
                     dataset_name=dataset,
@@ -143,6 +154,7 @@ def _results(manifest: CheckpointManifest) -> Iterator[Any]:
                     metric_value=value,
                     metric_args=arguments,
                 )
+    yield from found.values()
 
 
 def _body(manifest: CheckpointManifest, name: str) -> str:
@@ -152,7 +164,7 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
 
     base = manifest.base_model or "a model that was loaded in Python"
     pruned = manifest if isinstance(manifest, Manifest) else None
-    recipe = yaml.safe_dump(pruned.recipe.to_dict(), sort_keys=False, allow_unicode=True) if pruned else ""
+    recipe = yaml.safe_dump(_shown_recipe(pruned), sort_keys=False, allow_unicode=True) if pruned else ""
     versions = pruned.versions if pruned else manifest.finetune[-1].versions
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
@@ -160,17 +172,31 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
     return environment.get_template("card.md").render(
         name=name,
         base=base if on_hub(base) else Path(base).name,
+        dense_model=_of_hub_or(manifest.base_model, MODEL),
         manifest=manifest,
+        pruned_model=_of_hub_or(manifest.finetune[-1].start, PRUNED_MODEL) if manifest.is_adapter else "",
         pruned=pruned,
         recipe=recipe,
         figures=[
             (_cell(measure), value, measured(entry))
-            for entry in manifest.evaluations
-            for measure, value in evaluation_figures(entry)
+            for entry, found in distinct_figures(manifest.evaluations)
+            for measure, value in found
         ],
         finetunings=map(finetune_line, manifest.finetune),
         versions=", ".join(f"{package} {version}" for package, version in versions.items() if version),
     )
+
+
+def _shown_recipe(manifest: Manifest) -> dict[str, Any]:
+    """The entries of the recipe, with the calibration text by its file's name."""
+    entries = manifest.recipe.to_dict()
+    entries["calibration"]["source"] = short_source(entries["calibration"]["source"])
+    return entries
+
+
+def _of_hub_or(model: str, placeholder: str) -> str:
+    """What a command in the card calls a model: a local folder is another one where the card is read."""
+    return model if on_hub(model) else placeholder
 
 
 def _cell(text: str) -> str:

@@ -1,12 +1,14 @@
 """What drot can do with a model, by its config alone: for `drot info MODEL`."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transformers
-from drot.checkpoint.quantization_config import quantised_by
+from drot.checkpoint.quantization_config import QUANT_METHOD, quantised_by, quantization_config_of
+from drot.config.recipe_file import MANIFEST
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES
 from drot.model.family import by_module
@@ -17,6 +19,8 @@ from drot.model.whole import language_config
 def describe_model(name: str) -> dict[str, Any]:
     """What is known of the model `name`, a folder or a name on the hub. Its weights are not read.
 
+    Raises UserError for a model that drot rotated or packed: what is known of it stands in its drot.json.
+
     model_type, supported: whether drot knows the family. models: published models of a known family.
     rotations: the names of those that it takes. fused: module → its slices.
     quantised: the method, of a model that is quantised.
@@ -26,6 +30,10 @@ def describe_model(name: str) -> dict[str, Any]:
     """
     whole = load_whole_config(name)
     config = language_config(whole)
+    if quantization_config_of(config).get("quant_method") == QUANT_METHOD:
+        if Path(name).exists():
+            raise UserError(f"{name} was pruned by drot, but its {MANIFEST} is missing: copy it again")
+        raise UserError(f"{name} was pruned by drot: download it and name the folder, for its {MANIFEST}")
     found: dict[str, Any] = {"model_type": whole.model_type, "supported": config.model_type in FAMILIES}
     if (text := whole.get_text_config()) is not whole:
         found["text_model"] = text.model_type

@@ -68,6 +68,11 @@ class CheckpointManifest(Entries):
     files: Files = Field(default_factory=dict)
     digest: str = ""
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the folder holds an adapter for peft, and the sparse weights lie in another."""
+        return bool(self.finetune) and self.finetune[-1].settings.keep_adapter
+
     def dense_model(self, named: str | Path | None) -> str:
         """The dense model: `named`, or the one that the manifest names.
 

@@ -158,14 +158,8 @@ def refuse_not_finite(path: str | Path, name: str, tensor: torch.Tensor) -> None
 
 
 @contextlib.contextmanager
-def silent_transformers(problem: str, entries: dict[str, Any] | None = None) -> Iterator[None]:
-    """Silences transformers' warnings, and turns any exception into a UserError of one line.
-
-    The line is `problem` and the message of the exception. A UserError of drot's own quantizer and an
-    OutOfMemoryError pass unchanged. A verbosity that the user has chosen stays.
-
-    entries: the entries of config.json. If one of them is the key of a KeyError, the line names it.
-    """
+def quiet_transformers() -> Iterator[None]:
+    """Silences transformers' warnings. A verbosity that the user has chosen stays."""
     from transformers.utils import logging as its_logging
 
     before = its_logging.get_verbosity()
@@ -173,6 +167,22 @@ def silent_transformers(problem: str, entries: dict[str, Any] | None = None) -> 
         its_logging.set_verbosity_error()
     try:
         yield
+    finally:
+        its_logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def silent_transformers(problem: str, entries: dict[str, Any] | None = None) -> Iterator[None]:
+    """As `quiet_transformers`, and turns any exception into a UserError of one line.
+
+    The line is `problem` and the message of the exception. A UserError of drot's own quantizer and an
+    OutOfMemoryError pass unchanged.
+
+    entries: the entries of config.json. If one of them is the key of a KeyError, the line names it.
+    """
+    try:
+        with quiet_transformers():
+            yield
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a faulty config.json makes transformers raise exceptions of many classes
@@ -184,8 +194,6 @@ def silent_transformers(problem: str, entries: dict[str, Any] | None = None) -> 
             if named:
                 reason = f"config.json: {named[0]} is {error.args[0]!r}, which transformers does not have"
         raise UserError(f"{problem}: {reason}") from error
-    finally:
-        its_logging.set_verbosity(before)
 
 
 def _leaves(entries: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from drot.checkpoint.card import save_card
+from drot.checkpoint.card import CARD, save_card
 from drot.checkpoint.integrity import folder_records
 from drot.checkpoint.manifest import CheckpointManifest, write_manifest
+from drot.checkpoint.opening import quiet_transformers
 from drot.checkpoint.shards import save_in_shards
 from drot.core.errors import UserError
 from drot.core.files import check_writable, finish_folder, new_folder
@@ -53,10 +54,10 @@ def save_checkpoint(
     manifest: None writes no manifest.
     out: a folder that is new or empty.
     scratch: a folder for the temporary folder, as in `new_folder`.
-    shards: None writes the weights as transformers does, in one file up to 50 GB. Otherwise each layer gets a
-        shard of its own. A shard that is written already, on the disk of `out`, is named here with its hash
-        and becomes part of the checkpoint; an empty mapping writes all shards. A function is called first,
-        with the new folder, and writes the shards of all layers there (`save_layers`).
+    shards: None lets the model write its weights in its own way, as an adapter does. Otherwise each layer
+        gets a shard of its own. A shard that is written already, on the disk of `out`, is named here with its
+        hash and becomes part of the checkpoint; an empty mapping writes all shards. A function is called
+        first, with the new folder, and writes the shards of all layers there (`save_layers`).
     write_more: writes further files into the folder that it is called with.
     finish: sets the last entries of the manifest, when all else is written and synced.
     """
@@ -65,7 +66,9 @@ def save_checkpoint(
     with new_folder(out, scratch) as part:
         hashes: Mapping[str, FileRecord] = {}
         if shards is None:
-            model.save_pretrained(part)
+            with quiet_transformers():  # peft reads the config of the model as one of another class
+                model.save_pretrained(part)
+            (part / CARD).unlink(missing_ok=True)  # a form by peft, with the path of the model
         else:
             hashes = save_in_shards(model, part, shards(part) if callable(shards) else shards)
         if tokenizer is not None:

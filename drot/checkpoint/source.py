@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from drot.config.recipe_file import MANIFEST
 from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
 from drot.core.hub import HUB_NAME, hub_access
@@ -184,6 +185,11 @@ def _instead(folder: Path) -> str:
         entries = read_json(folder / ADAPTER)
         base = entries.get("base_model_name_or_path") if isinstance(entries, dict) else None
         of = f" of {shortened(base)}" if isinstance(base, str) else ""
+        if (folder / MANIFEST).exists():
+            return (
+                f" but {ADAPTER}, so it is an adapter (LoRA){of} that drot trained, and the two together are "
+                "not sparse: repeat drot finetune without --keep-adapter, and name the folder that it writes"
+            )
         return (
             f" but {ADAPTER}, so it is an adapter (LoRA){of}: merge it into its model with peft's "
             "merge_and_unload, save that model, and name its folder"

@@ -96,7 +96,9 @@ def facts(manifest: CheckpointManifest) -> Iterator[tuple[str, str]]:
     if manifest.saved_again:
         yield "saved again", "with other weights, whose zeros are counted; other figures are those of the run"
     yield from (("fine-tuning", finetune_line(record)) for record in manifest.finetune)
-    yield from (("evaluation", evaluation_line(entry)) for entry in manifest.evaluations)
+    for entry, figures in distinct_figures(manifest.evaluations):
+        words = [f"{name} {value}" for name, value in figures]
+        yield "evaluation", "; ".join([*words, measured(entry)])
     yield "opens as", f"{_opens_as(manifest)}, {manifest.dtype}"
     if isinstance(manifest, Manifest):
         seconds, of_layers = manifest.seconds.total, sum(layer.seconds for layer in manifest.layers)
@@ -190,9 +192,20 @@ def finetune_line(record: FinetuneRecord) -> str:
     )
 
 
-def evaluation_line(entry: EvaluationRecord) -> str:
-    """The figures of an evaluation."""
-    return "; ".join([*(f"{name} {value}" for name, value in evaluation_figures(entry)), measured(entry)])
+def distinct_figures(
+    evaluations: Sequence[EvaluationRecord],
+) -> list[tuple[EvaluationRecord, list[tuple[str, str]]]]:
+    """Each evaluation with its figures, without those that a later evaluation in the same dtype repeats.
+
+    `drot eval` and `drot compare` may measure the same perplexity. An evaluation without figures of its own
+    is left out.
+    """
+    found, later = [], set()
+    for entry in reversed(evaluations):
+        own = [figure for figure in evaluation_figures(entry) if (entry.dtype, *figure) not in later]
+        later |= {(entry.dtype, *figure) for figure in own}
+        found += [(entry, own)] if own else []
+    return found[::-1]
 
 
 def measured(entry: EvaluationRecord) -> str:
@@ -217,7 +230,7 @@ def evaluation_figures(entry: EvaluationRecord) -> Iterator[tuple[str, str]]:
 
 def _opens_as(manifest: CheckpointManifest) -> str:
     """Whether the checkpoint needs drot to be opened, and what for."""
-    if manifest.finetune and manifest.finetune[-1].settings.keep_adapter:
+    if manifest.is_adapter:
         return f"an adapter for peft on top of {manifest.finetune[-1].start}"
     if manifest.stock_architecture:
         return "stock architecture"

@@ -28,8 +28,9 @@ class InvarianceError(RuntimeError):
     """A rotation changed the model's outputs. This is a fault of drot and stops the run."""
 
 
-def _check_finite(hidden_states: Tensor, layer: DecoderLayer) -> None:
-    norm = float(hidden_states.norm())
+def check_finite_outputs(hidden_states: Tensor, layer: DecoderLayer) -> None:
+    """Raises UserError if the outputs of `layer` have no finite norm in fp32."""
+    norm = float(hidden_states.float().norm())
     if not math.isfinite(norm):
         raise UserError(
             f"layer {layer.index}: the model's outputs on the calibration text must have a finite norm, got "
@@ -60,7 +61,7 @@ def check_outputs(model: DecoderModel, tokens: Tensor, device: torch.device) -> 
     stream = _embedded(model, tokens, device)
     for layer in model.loaded_layers():
         stream.advance(layer.copy(device, torch.float32))
-        _check_finite(stream.hidden_states, layer)
+        check_finite_outputs(stream.hidden_states, layer)
 
 
 class ModelCheck:
@@ -104,7 +105,7 @@ class ModelCheck:
             self._rotated.rotate(rotation.r1)
         copy = layer.copy(self._device, torch.float32)
         self._stream.advance(copy)
-        _check_finite(self._stream.hidden_states, layer)
+        check_finite_outputs(self._stream.hidden_states, layer)
         copy.rotate(rotation, boundary, dtype=merging_dtype(self._device), ranks=self._ranks)
         self._rotated.advance(copy)
         output = self._rotated.hidden_states

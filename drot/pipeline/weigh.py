@@ -21,7 +21,7 @@ from drot.machine.memory import available_memory
 from drot.machine.spool import Spool
 from drot.machine.transfer import on_device, pinned_bytes, return_pinned_memory
 from drot.pipeline.context import RunContext
-from drot.pipeline.invariance import check_outputs
+from drot.pipeline.invariance import check_finite_outputs, check_outputs
 from drot.pipeline.states import embed
 
 #: the name of the part of a run's state that holds them
@@ -36,7 +36,7 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
     A forward pass keeps the inputs of layers (`kept_layers`), and a backward pass goes back from layer to
     layer. Inputs that are not kept are computed again.
 
-    Raises UserError for gradients that are not finite, as where the outputs of the model are not.
+    Raises UserError for outputs of a layer or gradients that are not finite.
     """
     if saved := state.load(PART) if state else None:
         return TokenWeights(saved[0])
@@ -51,6 +51,7 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
             if layer.index >= first or layer.index % step == 0:
                 kept[layer.index] = keep(stream)
             stream.advance(layer)
+            check_finite_outputs(stream.hidden_states[:1].to(run.device), layer)
     with run.during("weigh"):
         own = run.tokens[run.ranks.rank :: run.ranks.size]
         norm, head = run.model.norm_and_head(run.device)

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from drot.checkpoint.tables import short
+from drot.checkpoint.card import on_hub
 from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, final_error
 
 #: a layer is unusual if its output error is this many times the median of its neighbours
@@ -78,10 +78,10 @@ def verdict(run: Run, measured: Sequence[Measured], lines: Sequence[str]) -> str
     usual = "Look at:" if lines else "Nothing is unusual."
     if any(entry.dense is not None for entry in measured):
         return usual
-    model = short(run.manifest.base_model)
+    model = run.manifest.base_model
     return (
         "No evaluation compares the model with the dense original: measure one with drot eval "
-        f"{run.name} --against {model or 'ORIGINAL'}. {usual}"
+        f"{run.name} --against {model if on_hub(model) else 'ORIGINAL'}. {usual}"
     )
 
 

@@ -2,7 +2,7 @@
 
 Both ways are those of `transformers serve`: continuous batching, in which a request joins and leaves the
 batch at any token, and `generate`. drot adds the limit of the context, settings for each request of a batch,
-and an end for requests whose client has gone.
+an end for requests whose client has gone, and answers that end before a stop.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from drot.core.errors import UserError, quoted
 from drot.machine.devices import is_gpu
 from drot.model.compiled import compiled_settings
 from drot.serving.sampling import Sampling, can_be_batched, sampling_of
+from drot.serving.stops import AtStop, QueueBeforeStop, before_stop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +53,10 @@ class Alone(GenerateManager):
         self.compiled, self.context = compiled, context
 
     def prepared(self, inputs: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
-        """Adds the settings of a compiled step."""
+        """Adds the settings of a compiled step, and takes the stops from transformers, which keeps them."""
+        stops = config.stop_strings or []
+        setattr(config, STOPS, [stops] if isinstance(stops, str) else stops)
+        config.stop_strings = None
         if self.compiled and config.max_new_tokens is not None:
             tokens = inputs["input_ids"].shape[-1] + config.max_new_tokens
             config.update(**compiled_settings(tokens, self.context))
@@ -62,8 +66,12 @@ class Alone(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *request: Any, **options: Any
     ) -> Any:
         """What transformers' class returns."""
-        model = _Seeded(model, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, *request, **options)
+        model = _Asked(model, gen_config)
+        queue, streamer = super().generate_streaming(
+            model, processor, inputs, gen_config, *request, **options
+        )
+        stops = stops_of(gen_config)
+        return (QueueBeforeStop(queue, stops) if stops else queue), streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
@@ -71,34 +79,45 @@ class Alone(GenerateManager):
         """What transformers' class returns. A cancelled request stops."""
         gone = threading.Event()
         inputs = {**inputs, "stopping_criteria": [_Gone(gone)]}
-        model = _Seeded(model, gen_config)
+        model = _Asked(model, gen_config)
         answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
         try:
-            return await asyncio.shield(asyncio.ensure_future(answer))
+            text, *tokens = await asyncio.shield(asyncio.ensure_future(answer))
+            return before_stop(text, stops_of(gen_config)), *tokens
         except asyncio.CancelledError:
             gone.set()
             raise
 
 
-#: attribute of the GenerationConfig of a request that names a seed
-SEED = "seed_of_request"
+#: attributes of the GenerationConfig of a request: a seed, if the request names one, and its stops
+SEED, STOPS = "seed_of_request", "stops_of_request"
 
 
-class _Seeded:
-    """A model whose `generate` seeds the generator of random numbers first, if the request names a seed.
+def stops_of(config: GenerationConfig) -> list[str]:
+    """The stops of a request that is generated alone; [] if it has none."""
+    stops: list[str] = getattr(config, STOPS, [])
+    return stops
 
-    The thread that generates runs both as one job. As two jobs, that of another request could come between.
+
+class _Asked:
+    """A model whose `generate` does what a request asks beyond the settings of transformers.
+
+    If the request names a seed, the generator of random numbers is seeded first. The thread that generates
+    runs both as one job. As two jobs, that of another request could come between.
     """
 
     def __init__(self, model: Any, config: GenerationConfig) -> None:
-        self.model, self.seed = model, getattr(config, SEED, None)
+        self.model, self.config = model, config
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def generate(self, **inputs: Any) -> Any:
-        if self.seed is not None:
-            torch.manual_seed(self.seed)
+        if (seed := getattr(self.config, SEED, None)) is not None:
+            torch.manual_seed(seed)
+        if stops := stops_of(self.config):
+            at_stop = AtStop(inputs["tokenizer"], stops, inputs["input_ids"].shape[-1], self.config)
+            inputs["stopping_criteria"] = [*inputs.get("stopping_criteria", ()), at_stop]
         return self.model.generate(**inputs)
 
 

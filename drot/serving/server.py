@@ -6,6 +6,7 @@ lists all models in the cache, loads and downloads what a request names, and unl
 
 import asyncio
 import contextlib
+import json
 import socket
 import time
 import uuid
@@ -30,11 +31,14 @@ from transformers.utils import logging
 from drot.checkpoint.load import load, load_tokenizer
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
-from drot.serving.engine import SEED, Engine, OneEngine
+from drot.serving.engine import SEED, Engine, OneEngine, stops_of
 from drot.serving.requests import Chat, Completion, check_body
+from drot.serving.stops import before_stop
 
 #: seconds that running requests have to end when the server stops
 GRACE = 5
+#: position of the GenerationConfig in the arguments with which transformers' handlers answer
+CONFIG = 5
 
 
 class _OneModel:
@@ -92,6 +96,17 @@ class _Chat(_OneModel, ChatCompletionHandler):
         name, _, tokenizer = self.served
         if not tokenizer.chat_template:
             raise HTTPException(400, f"{name} has no chat template: send a prompt to /v1/completions")
+
+    async def _non_streaming(self, *request: Any, **options: Any) -> Any:
+        """Cuts the message before a stop: for some models, transformers reads it from the tokens again."""
+        response = await super()._non_streaming(*request, **options)
+        if not (stops := stops_of(request[CONFIG])):
+            return response
+        answer = json.loads(bytes(response.body))
+        message = answer["choices"][0]["message"]
+        for part in {"content", "reasoning_content"} & message.keys():
+            message[part] = before_stop(message[part], stops)
+        return JSONResponse(answer)
 
 
 class _Completion(_OneModel, CompletionHandler):
@@ -183,7 +198,7 @@ def bound(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"cannot listen on {host}, `port={port}` ({quoted(error)}): give another `port`"
+            f"cannot listen on `host={host}`, `port={port}` ({quoted(error)}): give another `host` or `port`"
         ) from None
 
 

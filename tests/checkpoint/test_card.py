@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from made_manifests import made_agreement, made_evaluation, made_manifest, write_card
+from made_manifests import made_agreement, made_evaluation, made_finetuning, made_manifest, write_card
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -21,9 +21,10 @@ from drot.checkpoint.card import card
 from drot.checkpoint.convert import convert
 from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.checkpoint.records import EvaluationRecord
+from drot.checkpoint.tables import facts
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
-from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.config import FinetuneConfig, PruningConfig, Recipe, RotationConfig
 from drot.evaluation.record import record
 
 pytestmark = pytest.mark.slow
@@ -111,6 +112,53 @@ def test_figures_and_base_model(tmp_path):
     ):
         assert line in written.text
     assert "some/where" not in written.text
+
+
+def test_the_card_of_an_adapter_names_its_model_on_the_hub():
+    settings = FinetuneConfig(lr=1e-4, warmup_steps=0, held_out=2, keep_adapter=True)
+    changes = {"from": "someone/pruned", "settings": settings}
+    text = card(made_manifest(finetune=[made_finetuning(**changes)]), "mine")
+    assert ModelCard(text).data.base_model == "someone/pruned"
+    assert 'pruned = AutoModelForCausalLM.from_pretrained("someone/pruned")' in text
+    assert "The pruned model is someone/some-model, with 50.0%" in text
+
+
+def test_a_perplexity_that_was_measured_twice_is_there_once():
+    """By drot eval, and again by drot compare, which also compares the predictions."""
+    text, dense = "some/where/wiki.txt", {"against": "someone/dense"}
+    compared = made_evaluation({text: 5.25}, **dense, agreement={text: made_agreement()})
+    others = [made_evaluation({text: 5.25}, **entry) for entry in ({"dtype": "bfloat16"}, {"seqlen": 64})]
+    evaluations = [made_evaluation({text: 5.25}, tasks={"piqa": 0.75}), *others, compared]
+    manifest = made_manifest(evaluations=[*evaluations, made_evaluation({text: 5.5}, dtype="bfloat16")])
+    written = ModelCard(card(manifest, "name"))
+    results = [(r.metric_type, r.metric_value, r.metric_args) for r in written.data.eval_results]
+    windows = {"window_length": 512}
+    assert sorted(results, key=str) == [
+        ("accuracy", 0.75, None),
+        *[("perplexity", 5.25, windows)] * 2,  # in two dtypes
+        ("perplexity", 5.25, {"window_length": 64}),
+        ("perplexity", 5.5, windows),
+    ]
+    figure = "perplexity on wiki.txt, windows of 512 tokens"
+    assert written.text.count(f"| {figure} | 5.250 | float32,") == 1
+    assert written.text.count(f"| {figure} |") == 3
+    lines = [value for name, value in facts(manifest) if name == "evaluation"]
+    assert len(lines) == 5 and sum(f"{figure} 5.250" in line for line in lines) == 2
+    assert lines[0] == "accuracy in piqa 75.00%; float32, 2026-01-02"
+    manifest.evaluations[0].tasks = {}
+    assert len([name for name, _ in facts(manifest) if name == "evaluation"]) == 4
+
+
+@pytest.mark.parametrize("base_model", ["/home/me/models/tiny", ""])
+def test_commands_and_recipe_hold_no_local_paths(base_model):
+    recipe = Recipe().replace(source="/home/me/texts/code.txt,/home/me/prose.txt=2")
+    text = card(made_manifest(recipe, base_model=base_model), "name")
+    assert (
+        "drot prune MODEL --recipe drot.json --out FOLDER" in text
+        and "of MODEL, the dense model, with" in text
+    )
+    assert "source: code.txt,prose.txt=2" in text and "/home/me" not in text
+    assert "MODEL" not in card(made_manifest(recipe), "name")
 
 
 def test_the_license_is_that_of_the_base_model(tmp_path):

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from small_checkpoints import change_json
 from small_models import FAMILIES, save_small_model, small_model
 from transformers import AutoConfig
 
 import drot
+from drot.checkpoint.opening import load_whole_config
+from drot.checkpoint.stored_config import write_stored_form
 from drot.cli import app as cli
 from drot.core.errors import UserError
 
@@ -97,6 +100,18 @@ def test_a_quantised_checkpoint_is_refused_by_name(command, entry, name, tmp_pat
     assert f"this model is quantised ({name}): name the model that it was made from" in line
     assert not (tmp_path / "out").exists()
     assert f"quantised {name}:" in shown(capsys, folder)
+
+
+@pytest.mark.parametrize("entry", [dict(boundary="input"), dict(packed=True)])
+def test_a_checkpoint_of_drot_without_its_manifest(entry, tmp_path, capsys, monkeypatch):
+    small_model("llama").config.save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", quantization_config={"quant_method": "drot"} | entry)
+    write_stored_form(tmp_path / "config.json")
+    line = refused(capsys, "info", str(tmp_path))
+    assert f"{tmp_path} was pruned by drot, but its drot.json is missing: copy it again" in line
+    config = load_whole_config(str(tmp_path))
+    monkeypatch.setattr("drot.checkpoint.describe.load_whole_config", lambda name: config)
+    assert "org/pruned was pruned by drot: download it" in refused(capsys, "info", "org/pruned")
 
 
 @pytest.mark.parametrize("command", ["prune", "info"])

@@ -10,10 +10,12 @@ import sys
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from runs import saved_bytes
 from small_checkpoints import save_small
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as its_logging
 
 import drot
 from drot import CalibrationConfig, FinetuneConfig, PruningConfig, Recipe, RotationConfig
@@ -190,6 +192,28 @@ def test_a_kept_adapter_opens_with_peft_on_top_of_the_pruned_model(pruned, tmp_p
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     assert cli.run(["info", str(tmp_path / "adapter")]) == 0
     assert f"an adapter for peft on top of {folder}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_adapter_says_that_it_needs_its_model_and_is_not_sparse(pruned, tmp_path, capfd):
+    folder, out = pruned("rotated"), tmp_path / "adapter"
+    before = its_logging.get_verbosity()
+    its_logging.set_verbosity_warning()  # the default, which other tests may have changed
+    run(folder, out, keep_adapter=True)
+    assert its_logging.get_verbosity() == its_logging.WARNING
+    its_logging.set_verbosity(before)
+    assert "using a model of type" not in capfd.readouterr().err
+    text = (out / "README.md").read_text()
+    assert "A LoRA adapter for a pruned model" in text and "together are not sparse" in text
+    assert "a model that was loaded in Python, with 50.0% of the weights" in text
+    assert 'pruned = AutoModelForCausalLM.from_pretrained("PRUNED_MODEL")' in text
+    assert 'PeftModel.from_pretrained(pruned, "adapter")' in text
+    assert str(folder) not in text and "More Information Needed" not in text  # as in peft's own card
+    data = ModelCard(text).data.to_dict()
+    assert data["library_name"] == "peft" and data["tags"] == ["drot", "lora"] and "base_model" not in data
+    assert cli.run(["eval", str(out), "--ppl", str(HELD_OUT)]) == 2
+    told = capfd.readouterr().err
+    assert "not sparse: repeat drot finetune without --keep-adapter" in told
+    assert "merge_and_unload" not in told and told.count("\n") == 1
 
 
 def elsewhere(folder, share=0.5):

@@ -143,12 +143,17 @@ def test_a_large_rise_of_the_perplexity():
 def test_the_verdict_needs_a_comparison_with_the_dense_model():
     assert lines_on(evaluation(10.5, 10.0)) == ([], "Nothing is unusual.")
     for entries in ((), (evaluation(10.5),)):
-        lines, words = lines_on(*entries, base_model="/home/me/models/some-model")
-        assert lines == [] and "measure one with drot eval run --against some-model." in words
+        lines, words = lines_on(*entries)
+        assert lines == [] and "drot eval run --against someone/some-model." in words
         assert words.endswith("Nothing is unusual.")
-    report = run(base_model="some-model")
-    words = verdict(report, [], ["a line that is unusual"])
+    words = verdict(run(), [], ["a line that is unusual"])
     assert words.startswith("No evaluation compares") and words.endswith("Look at:")
+
+
+@pytest.mark.parametrize("base_model", ["/home/me/models/some-model", "some-model", ""])
+def test_a_command_does_not_shorten_the_folder_of_the_dense_model(base_model):
+    """The shortened name is no folder where the command is run."""
+    assert "measure one with drot eval run --against ORIGINAL." in lines_on(base_model=base_model)[1]
 
 
 def test_the_latest_evaluation_counts_and_one_with_agreement_first():
