@@ -109,5 +109,6 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
         if problem is not None:
             raise UserError(
                 f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the "
-                f"checkpoint again, or record a change of your own with drot info {folder} --accept"
+                f"checkpoint again, or record a change of your own with drot info {folder} and its option "
+                "accept"
             )
