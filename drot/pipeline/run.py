@@ -115,12 +115,12 @@ class PruningRun:
             self._keep(work, found, packs=not distills)
             if state and not work.restored:
                 steps.save(run, work, state, known=given is not None)
-        if further is not None:
-            del stream, dense, work
-            self.distillation = distill(run, further, (bases[0], bases[1]) if bases else None, state)
         if check is not None:
             with run.during("check"):
                 self.logit_error = check.logit_error(found[run.bases.layers - 1])
+        if further is not None:
+            del stream, dense, work
+            self.distillation = distill(run, further, (bases[0], bases[1]) if bases else None, state)
         self.rotations = found
         if state is not None and self._trains_first and isinstance(known, RotationsOfLayers):
             # from now on rank 0 alone reads
