@@ -167,8 +167,9 @@ def _finetune(
     from drot.finetuning.run import run_finetuning
 
     try:
-        gpus = [target] if is_gpu(target) else []
-        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng(gpus):
+        gpus = [torchrun.local_rank()] if is_gpu(target) else []
+        own_generators = torch.random.fork_rng(gpus, device_type=target.type)
+        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, own_generators:
             trained, record = run_finetuning(
                 loaded,
                 config,

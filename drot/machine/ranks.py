@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_tim
 from torch.utils import _pytree as pytree
 
 from drot.core.errors import ToldElsewhere, UserError
-from drot.core.torchrun import world_size
+from drot.core.torchrun import local_rank, world_size
 from drot.machine.devices import is_gpu
 from drot.machine.transfer import in_main_memory
 
@@ -333,11 +333,10 @@ def joined() -> Iterator[Ranks]:
     if world_size() == 1:
         yield ALONE
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     found, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"drot {next(_joined)}", found)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    ranks, logger = Ranks(rank, size, local_rank, store), logging.getLogger("drot")
+    ranks, logger = Ranks(rank, size, local_rank(), store), logging.getLogger("drot")
     level, stopped = logger.level, threading.Event()
     if rank:
         logger.setLevel(logging.ERROR)
