@@ -130,7 +130,6 @@ def open_rotations(
                     f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
                     "the file is damaged; copy it again"
                 )
-    # a run reads one layer and the check before it the next but one
     return RotationsOfLayers(partial(_read_layer, path), range(len(down_widths))), record
 
 

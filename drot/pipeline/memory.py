@@ -37,9 +37,9 @@ def main_memory(
     """The bytes of main memory of a run that reads the layers from files, of all ranks of a machine.
 
     They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, and
-    of the rotations that are not on the disk: two, or all R2 and R3 beside one shared R1. Rank 0
-    of several that train different layers has a rotation of each, and those that it still writes. A run on a
-    CPU has the layers that it works on in memory too (`device_memory`).
+    of the rotations that are not on the disk: two, or all R2 and R3 beside one shared R1. Rank 0 of
+    several that train different layers has a rotation of each, and those that it still writes. A run on a CPU
+    has the layers that it works on in memory too (`device_memory`).
 
     sizes: with the sequences of one rank. pinned: as in `state_bytes`.
     from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
@@ -102,7 +102,7 @@ def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> i
     if recipe.recovery.recover == "block":
         trained = max(training_bytes(sizes, recipe, dtype, [names]) for names in sizes.names)
         pruning = max(pruning, trained + dtype.itemsize * sizes.layer_weights)
-    if recipe.rotation.mode != "none":  # the check of known rotations: a copy in fp32, three R1 in fp64
+    if recipe.rotation.mode != "none":  # the check of a rotation: a copy in fp32, three R1 in fp64
         pruning = max(pruning, 4 * sizes.layer_weights + 24 * sizes.hidden**2)
     return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
 

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from drot.checkpoint.card import on_hub
+from drot.checkpoint.tables import change
 from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, final_error
 
 #: a layer is unusual if its output error is this many times the median of its neighbours
@@ -40,9 +41,10 @@ def summary(run: Run, measured: Sequence[Measured]) -> list[str]:
         sentences.append(f"As pruned, the output error of a linear is {written:.4f} on average.")
     distilled = run.manifest.distillation
     if distilled is not None and distilled.trained:
+        kl = change(distilled.kl_before, distilled.kl_after)
         sentences.append(
-            "Then the kept weights of all layers were trained together: on held-out sequences, KL(dense ‖ "
-            f"pruned) went from {distilled.kl_before:.4f} to {distilled.kl_after:.4f}."
+            "Then the kept weights of all layers were trained together; KL(dense ‖ pruned) on held-out "
+            f"sequences: {kl}."
         )
     if run.manifest.finetune:
         sentences.append("Then the model was fine-tuned.")

@@ -104,8 +104,9 @@ class _Chat(_OneModel, ChatCompletionHandler):
             return response
         answer = json.loads(bytes(response.body))
         message = answer["choices"][0]["message"]
-        for part in {"content", "reasoning_content"} & message.keys():
-            message[part] = before_stop(message[part], stops)
+        for part in ("content", "reasoning_content"):
+            if text := message.get(part):  # the message of a call of a tool has none
+                message[part] = before_stop(text, stops)
         return JSONResponse(answer)
 
 

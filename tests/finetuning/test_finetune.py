@@ -27,7 +27,6 @@ from drot.cli.commands import imported
 from drot.config import FINETUNE_LR, default_seqlen
 from drot.core.errors import UserError
 from drot.finetuning import finetune as module
-from drot.finetuning.text import split_text
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import unpack_model
@@ -505,11 +504,3 @@ def test_each_rank_takes_its_own_gpu(named, monkeypatch):
             module._pick_device(named)
     else:
         assert module._pick_device(named) == torch.device("cuda:1")
-
-
-def test_a_short_text_that_is_read_many_times_is_told(tmp_path, caplog):
-    (tmp_path / "short.txt").write_text(HELD_OUT.read_text()[:4000])
-    text = CalibrationConfig(source=str(tmp_path / "short.txt"), nsamples=2000, seqlen=24)
-    split_text(FinetuneConfig(text=text, held_out=2), load_tokenizer(MODEL))
-    (record,) = caplog.records
-    assert "tokens to train on: the training reads them about" in record.getMessage()

@@ -2,21 +2,12 @@
 
 import contextlib
 import threading
-from importlib.metadata import version
-from importlib.util import find_spec
 
 import pytest
 
 from drot.checkpoint.load import load, load_tokenizer
 from drot.cli import app as cli
 from drot.reporting.demo import HELD_OUT, MODEL
-from drot.serving.requirements import OLDEST_TRANSFORMERS, PACKAGES
-
-RELEASE = tuple(int(part) for part in version("transformers").split(".")[:2])
-#: for the tests that need the pip extra `serve`
-MISSING = [name for name in PACKAGES if find_spec(name) is None]
-if RELEASE < OLDEST_TRANSFORMERS:
-    MISSING.append(f"transformers {OLDEST_TRANSFORMERS}")
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"

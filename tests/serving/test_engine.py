@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from conftest import MISSING
+from serve_extra import MISSING
 from transformers import GenerationConfig
 
 from drot.checkpoint.load import load, load_tokenizer

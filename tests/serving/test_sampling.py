@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import MISSING
+from serve_extra import MISSING
 from transformers import GenerationConfig
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")

@@ -12,7 +12,7 @@ import time
 import urllib.request
 
 import pytest
-from conftest import MISSING
+from serve_extra import MISSING
 
 pytestmark = [
     pytest.mark.slow,

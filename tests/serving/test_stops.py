@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from conftest import MISSING
+from serve_extra import MISSING
 from test_serve import PROMPTS, client_of
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
