@@ -24,6 +24,8 @@ MIXTURES = {
 }
 #: families some of whose layers have a linear attention
 LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+#: those whose full attention has heads of another size
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -32,7 +34,8 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     """`rope_parameters` of config.json, and `max_position_embeddings` that goes with them."""
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
-    if family in ("olmo3", "gemma3_text", "opt"):  # theirs has parts for each type of layer, or there is none
+    # theirs has parts for each type of layer, or there is none
+    if family in ("olmo3", "gemma3_text", "opt", *GEMMA4):
         return {"max_position_embeddings": 128}
     if family == "deepseek_v3":  # it turns a part of a head of its own
         return {
@@ -199,16 +202,23 @@ def settings_of_models(
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)
-    if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text"):
+    if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", *GEMMA4):
         chosen["attention_bias"] = draw(st.booleans())
     if family in ("gemma2", "gemma3_text"):
-        chosen["hidden_activation"] = chosen.pop("hidden_act")
         chosen["query_pre_attn_scalar"] = draw(st.sampled_from([4, 256]))
+    if family in ("gemma2", "gemma3_text", *GEMMA4):
+        chosen["hidden_activation"] = chosen.pop("hidden_act")
         chosen["final_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 30.0]))
+    if family in GEMMA4:
+        chosen["global_head_dim"] = draw(st.sampled_from(dims))
+        chosen["attention_k_eq_v"] = draw(st.booleans())
+        chosen["num_global_key_value_heads"] = draw(st.sampled_from([None, 1, heads]))
+        if family == "gemma4_text":
+            chosen["hidden_size_per_layer_input"] = 0
     if family == "gemma2":
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
-    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2"):
+    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2", *GEMMA4):
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5

@@ -10,7 +10,13 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, core_model_loading
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    core_model_loading,
+)
 
 from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
@@ -131,6 +137,37 @@ FAMILIES: dict[str, dict] = {
         final_logit_softcapping=3.0,
         pad_token_id=2,
     ),
+    "gemma4_text": dict(
+        head_dim=12,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        final_logit_softcapping=3.0,
+        pad_token_id=2,
+    ),
+    "gemma4_text-values": dict(
+        head_dim=16,
+        global_head_dim=8,
+        attention_bias=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "gemma4_unified_text": dict(
+        head_dim=12,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=8,
+        layer_types=LAYER_TYPES,
+        final_logit_softcapping=3.0,
+        pad_token_id=2,
+    ),
     "qwen2_moe": dict(
         num_experts=4,
         num_experts_per_tok=2,
@@ -230,8 +267,9 @@ INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rota
 
 def is_available(family: str) -> bool:
     """Whether transformers is new enough for a family."""
-    needs = DECLARED[family.partition("-")[0]].needs
-    return needs is None or hasattr(core_model_loading, needs)
+    model_type = family.partition("-")[0]
+    needs = DECLARED[model_type].needs
+    return model_type in CONFIG_MAPPING and (needs is None or hasattr(core_model_loading, needs))
 
 
 @torch.no_grad()
@@ -255,6 +293,8 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):  # of a router
             buffer.normal_(0, 0.1)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     for parameter in model.parameters():  # model.to(dtype) would round the buffers of RoPE too
         parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)
@@ -291,7 +331,7 @@ def random_rotations(model: nn.Module, seed: int = 1, down_block: int | None = N
     options, found = dict(keeps_ones=handle.family.layer_norm), []
     for layer in handle.layers:
         down = None if down_block is None else (layer.down_inputs() // down_block, down_block)
-        found.append(random_rotation(handle.hidden_size, handle.heads, generator, down=down, **options))
+        found.append(random_rotation(handle.hidden_size, layer.heads, generator, down=down, **options))
     return found
 
 

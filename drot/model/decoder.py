@@ -26,13 +26,13 @@ class DecoderModel:
     weights: where the weights of `model` are read from if it lies on the device `meta`; None for a model that
         has them.
     model: the Hugging Face model. family: the declaration of its parts; each layer has its own.
-    heads, widths: the sizes of its attention and of its linears.
+    widths: the sizes of the linears of its first layer; those of the attention may differ in other layers.
     """
 
     def __init__(self, model: Any, *, route_all: bool = False, weights: Weights | None = None) -> None:
         self.model, self.config, self._weights = model, model.config, weights
-        self.family, self.heads = family_of(model.config), head_shape(model.config)
-        self.widths = widths_of(model.config)
+        self.family = family_of(model.config)
+        self.widths = widths_of(model.config, 0)
         modules = self.layer_modules
         families = layer_families(model.config, len(modules))
         self.layers = [
@@ -40,8 +40,8 @@ class DecoderModel:
                 layer,
                 index,
                 family,
-                self.heads,
-                self.widths,
+                head_shape(model.config, index),
+                widths_of(model.config, index),
                 route_all=route_all,
                 weights=weights,
                 stored=getattr(model, "stored_layers", None),
@@ -350,6 +350,6 @@ class _Recorder(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_layer"][0], name)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: None, **kwargs: Any) -> Tensor:
         self.hidden_states, self.kwargs = hidden_states, kwargs
         return hidden_states

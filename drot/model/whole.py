@@ -17,6 +17,8 @@ from drot.model.families import FAMILIES
 #: `model_type` of a model that reads images too → published models
 WHOLE_MODELS = {
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4 31B",
+    "gemma4_unified": "Gemma 4 12B",
     "mistral3": "Ministral 3, Mistral Small 3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_5": "Qwen3.5",

@@ -56,7 +56,10 @@ def test_from_the_dense_model_to_a_checkpoint(family, mode, tmp_path):
         assert result.manifest.relative_logit_error < 1e-5
         handle = DecoderModel(result.model)
         rotations, _ = load_rotations(
-            out / "r.safetensors", hidden_size=32, shape=handle.heads, down_widths=[48] * 3
+            out / "r.safetensors",
+            hidden_size=32,
+            shapes=[layer.heads for layer in handle.layers],
+            down_widths=[48] * 3,
         )
         for rotation in rotations:
             assert float((rotation.r1.sum(1) - 1).abs().max()) < 1e-6
