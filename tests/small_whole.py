@@ -33,6 +33,13 @@ WHOLE = {
         dict(vision_config=UNIFIED, image_token_id=IMAGE, video_token_id=94, audio_token_id=93),
     ),
     "qwen2_5_vl": ("qwen2", dict(vision_config=QWEN, image_token_id=IMAGE)),
+    "qwen3_vl": (
+        "qwen3",
+        dict(
+            vision_config=QWEN | dict(depth=2, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+            image_token_id=IMAGE,
+        ),
+    ),
     "qwen3_5": (
         "qwen3_5_text",
         dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE),
@@ -46,9 +53,10 @@ def small_whole(model_type: str, **changes: Any) -> Any:
     text = small_model(text_type).config.to_dict() | changes
     if model_type == "gemma3":
         del text["final_logit_softcapping"]  # with images it has none
-    if model_type == "qwen2_5_vl":
-        text |= {"model_type": "qwen2_5_vl_text"}
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    if model_type in ("qwen2_5_vl", "qwen3_vl"):
+        text |= {"model_type": f"{model_type}_text"}
+        sections = [2, 3, 3] if model_type == "qwen3_vl" else [1, 1, 2]  # half of a head
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     tied = bool(text.get("tie_word_embeddings"))
     config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **entries)
     torch.manual_seed(0)
