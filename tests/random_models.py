@@ -45,7 +45,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     if family in LINEAR_ATTENTION:
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         return {"rope_parameters": rope, "max_position_embeddings": 128}
-    if family in ("glm4", "glm4_moe"):  # they turn a share of a head, in pairs
+    if family in ("glm", "glm4", "glm4_moe"):  # they turn a share of a head, in pairs
         rope = {"rope_type": "default", "rope_theta": 1e4}
         rope |= {"partial_rotary_factor": draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))}
         return {"rope_parameters": rope, "max_position_embeddings": 128}
@@ -133,11 +133,11 @@ def settings_of_models(
     dims = [dim for dim in sizes_of_heads if heads * dim % multiple == 0]
     head_dim = draw(st.sampled_from(dims))
     # these configs demand a hidden size that the heads divide
-    step = math.lcm(multiple, heads) if family in ("llama", "gemma2", "gemma3_text") else multiple
+    step = math.lcm(multiple, heads) if family in ("llama", "cwm", "gemma2", "gemma3_text") else multiple
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
-    # Phi-3's config compares the factors of RoPE with hidden / heads; Cohere 2 and OPT have no other head_dim
+    # Phi-3's config compares the factors of RoPE with hidden / heads; Cohere and OPT have no other head_dim
     own = st.just(heads * head_dim)
-    hidden = draw(own if family in ("phi3", "cohere2", "opt") else st.one_of(sizes, own))
+    hidden = draw(own if family in ("phi3", "cohere", "cohere2", "opt") else st.one_of(sizes, own))
     layers = draw(st.sampled_from([2, 1, 3]))
     chosen: dict[str, Any] = dict(
         family=family,
@@ -161,7 +161,7 @@ def settings_of_models(
             del chosen["head_dim"]
         elif family in ("llama", "mistral", "seed_oss"):
             chosen["head_dim"] = None
-    if family in ("granite", "phi3", "cohere2", "opt") and hidden == heads * head_dim:
+    if family in ("granite", "phi3", "cohere", "cohere2", "opt") and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
     if family in (
         "llama",
@@ -171,6 +171,10 @@ def settings_of_models(
         "granite",
         "glm4_moe",
         "gpt_oss",
+        "hunyuan_v1_dense",
+        "gemma",
+        "glm",
+        "cohere",
         "cohere2",
         "deepseek_v3",
     ):
@@ -190,8 +194,12 @@ def settings_of_models(
     if family == "opt":
         chosen |= dict(ffn_dim=chosen["intermediate_size"], num_key_value_heads=heads)
         chosen["activation_function"] = draw(st.sampled_from(["relu", "gelu"]))
-    if family == "cohere2":
+    if family == "cohere":
+        chosen["use_qk_norm"] = draw(st.booleans())
+    if family in ("cohere", "cohere2"):
         chosen |= dict(layer_norm_eps=chosen["rms_norm_eps"], logit_scale=draw(st.sampled_from([0.06, 1.0])))
+    if family == "ernie4_5":
+        chosen["use_bias"] = draw(st.booleans())
     if family == "seed_oss":
         chosen["attention_out_bias"] = draw(st.booleans())
     if family in ("llama", "smollm3", "seed_oss", "granite"):
@@ -218,7 +226,7 @@ def settings_of_models(
     if family == "gemma2":
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
-    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2", *GEMMA4):
+    if family in ("olmo3", "exaone4", "cwm", "gemma2", "gemma3_text", "cohere2", *GEMMA4):
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5

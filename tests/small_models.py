@@ -80,6 +80,31 @@ FAMILIES: dict[str, dict] = {
     "seed_oss": dict(
         head_dim=12, attention_out_bias=True, mlp_bias=True, pad_token_id=2, tie_word_embeddings=False
     ),
+    "ernie4_5": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=True),
+    "ernie4_5-biased": dict(head_dim=16, use_bias=True, pad_token_id=2, tie_word_embeddings=False),
+    "hunyuan_v1_dense": dict(
+        head_dim=12,
+        attention_bias=True,
+        pad_token_id=2,
+        eod_token_id=3,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=1.0, alpha=10.0),
+    ),
+    "cwm": dict(
+        head_dim=12,
+        sliding_window=8,
+        layer_types=LAYER_TYPES,
+        tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=1e4,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "gemma": dict(head_dim=12, attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
     "granite": dict(
         residual_multiplier=0.22,
         embedding_multiplier=12.0,
@@ -106,6 +131,7 @@ FAMILIES: dict[str, dict] = {
     "mixtral": dict(
         head_dim=12, num_local_experts=3, num_experts_per_tok=2, sliding_window=16, tie_word_embeddings=False
     ),
+    "glm": dict(head_dim=12, partial_rotary_factor=0.5, pad_token_id=2, tie_word_embeddings=True),
     "glm4": dict(head_dim=12, partial_rotary_factor=0.5, pad_token_id=2, tie_word_embeddings=False),
     "glm4-biased": dict(head_dim=16, attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
     "olmo2": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=False),
@@ -237,6 +263,8 @@ FAMILIES: dict[str, dict] = {
         ),
         tie_word_embeddings=False,
     ),
+    "cohere": dict(use_qk_norm=True, logit_scale=0.4, pad_token_id=2),
+    "cohere-biased": dict(attention_bias=True, logit_scale=3.0, pad_token_id=2, tie_word_embeddings=False),
     "cohere2": dict(sliding_window=8, layer_types=LAYER_TYPES, logit_scale=0.4, pad_token_id=2),
     "opt": dict(ffn_dim=48, num_key_value_heads=4, pad_token_id=2, tie_word_embeddings=True),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),

@@ -94,6 +94,13 @@ GEMMA4 = replace(
     ),
     needs="GroupWeightRename",  # an older config has no sizes of each layer
 )
+#: LayerNorms without a shift, and an MLP beside the attention.
+COHERE = replace(
+    with_norms(LLAMA, "input_layernorm", "input_layernorm"),
+    layer_norm=True,
+    parallel=True,
+    logits_multiplier="logit_scale",
+)
 #: LayerNorms with a shift, an MLP without gate that is no module of its own, learned positions, and heads
 #: that share no keys. Its activation fixes the order of fc2's inputs but for permutations.
 OPT = Family(

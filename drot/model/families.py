@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from drot.core.errors import UserError
-from drot.model.dense import GEMMA4, LLAMA, OPT, POST_NORM, SANDWICH, inside, with_norms
+from drot.model.dense import COHERE, GEMMA4, LLAMA, OPT, POST_NORM, SANDWICH, inside
 from drot.model.family import Family, InputGroup, LinearSpec
 from drot.model.sizes import Width, experts_of, layer_kind, widths_of
 
@@ -160,6 +160,13 @@ FAMILIES = {
     "qwen2": replace(LLAMA, models="Qwen2, Qwen2.5"),
     "qwen3": replace(LLAMA, models="Qwen3"),
     "smollm3": replace(LLAMA, models="SmolLM3"),
+    "ernie4_5": replace(LLAMA, models="ERNIE 4.5"),
+    "hunyuan_v1_dense": replace(
+        LLAMA, models="Hunyuan", untouched=("self_attn.query_layernorm", "self_attn.key_layernorm")
+    ),
+    "cwm": replace(LLAMA, models="Code World Model"),
+    # its multiplier of the embedding commutes with rotations
+    "gemma": replace(LLAMA, models="Gemma 1", norm_offset=1.0),
     "seed_oss": replace(LLAMA, models="Seed-OSS", mlp_dropout="residual_dropout"),
     # its multipliers of the embedding, of the attention's scores and of the logits commute with rotations
     "granite": replace(
@@ -172,6 +179,11 @@ FAMILIES = {
         models="Phi-3, Phi-3.5, Phi-4",
         activation="activation_fn",
         residual_dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+    ),
+    "glm": replace(
+        LLAMA.with_fused("mlp.gate_up_proj", ("gate_proj", "up_proj")),
+        models="GLM-4-9B, GLM-Edge",
+        activation="activation_fn",
     ),
     "glm4": replace(
         inside(LLAMA).with_fused("mlp.gate_up_proj", ("gate_proj", "up_proj")),
@@ -186,13 +198,8 @@ FAMILIES = {
     "gemma3_text": replace(SANDWICH, models="Gemma 3"),
     "gemma4_text": replace(GEMMA4, models="Gemma 4 31B"),
     "gemma4_unified_text": replace(GEMMA4, models="Gemma 4 12B"),
-    "cohere2": replace(
-        with_norms(LLAMA, "input_layernorm", "input_layernorm"),
-        models="Command R7B, Command A",
-        layer_norm=True,
-        parallel=True,
-        logits_multiplier="logit_scale",
-    ),
+    "cohere": replace(COHERE, models="Command R, Command R+, Aya Expanse"),
+    "cohere2": replace(COHERE, models="Command R7B, Command A"),
     "opt": OPT,
     "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
     "qwen2_moe": replace(

@@ -1,7 +1,5 @@
 """Rotations change no outputs of any model: property tests over random architectures."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -21,11 +19,12 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.25}
 def compute_norms_in_fp64(model):
     """transformers computes every norm of its own in fp32, also in an fp64 model."""
     for module in model.modules():
-        if type(module).__name__ == "Cohere2LayerNorm":
-            shape, eps = module.weight.shape, module.variance_epsilon
-            module.forward = partial(
-                nn.functional.layer_norm, normalized_shape=shape, weight=module.weight, eps=eps
-            )
+        if type(module).__name__ in ("CohereLayerNorm", "Cohere2LayerNorm"):
+
+            def normalised(x, weight=module.weight, eps=module.variance_epsilon):
+                return weight * nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
+
+            module.forward = normalised
         if type(module).__name__.endswith("RMSNorm"):
             eps, offset = getattr(module, "variance_epsilon", None), 0.0
             if eps is None:  # Gemma's and Qwen3.5's
