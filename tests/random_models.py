@@ -26,6 +26,8 @@ MIXTURES = {
 LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 #: those whose full attention has heads of another size
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+#: those whose config demands a hidden size that the heads divide
+DIVIDED = ("llama", "cwm", "arcee", "gemma2", "gemma3_text")
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -132,8 +134,7 @@ def settings_of_models(
     sizes_of_heads = (4, 8, 12, 16) if family in LINEAR_ATTENTION else (4, 6, 8, 12, 16)
     dims = [dim for dim in sizes_of_heads if heads * dim % multiple == 0]
     head_dim = draw(st.sampled_from(dims))
-    # these configs demand a hidden size that the heads divide
-    step = math.lcm(multiple, heads) if family in ("llama", "cwm", "gemma2", "gemma3_text") else multiple
+    step = math.lcm(multiple, heads) if family in DIVIDED else multiple
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
     # Phi-3's config compares the factors of RoPE with hidden / heads; Cohere and OPT have no other head_dim
     own = st.just(heads * head_dim)
@@ -176,6 +177,8 @@ def settings_of_models(
         "glm",
         "cohere",
         "cohere2",
+        "arcee",
+        "apertus",
         "deepseek_v3",
     ):
         chosen["attention_bias"] = draw(st.booleans())
@@ -202,7 +205,11 @@ def settings_of_models(
         chosen["use_bias"] = draw(st.booleans())
     if family == "seed_oss":
         chosen["attention_out_bias"] = draw(st.booleans())
-    if family in ("llama", "smollm3", "seed_oss", "granite"):
+    if family == "starcoder2":
+        chosen["norm_epsilon"] = chosen["rms_norm_eps"]
+    if family == "apertus":
+        chosen["hidden_act"] = draw(st.sampled_from(["xielu", "silu"]))
+    if family in ("llama", "smollm3", "seed_oss", "granite", "arcee"):
         chosen["mlp_bias"] = draw(st.booleans())
     if family == "granite":
         multipliers = ("residual", "embedding", "attention")
@@ -230,7 +237,7 @@ def settings_of_models(
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5
-    if family in ("mistral", "ministral3", "mixtral", "phi3", "gpt_oss"):
+    if family in ("mistral", "ministral3", "mixtral", "phi3", "gpt_oss", "starcoder2"):
         chosen["sliding_window"] = window
     if family in ("qwen2", "qwen3") and window:
         chosen |= dict(use_sliding_window=True, sliding_window=window)

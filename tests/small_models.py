@@ -267,6 +267,14 @@ FAMILIES: dict[str, dict] = {
     "cohere-biased": dict(attention_bias=True, logit_scale=3.0, pad_token_id=2, tie_word_embeddings=False),
     "cohere2": dict(sliding_window=8, layer_types=LAYER_TYPES, logit_scale=0.4, pad_token_id=2),
     "opt": dict(ffn_dim=48, num_key_value_heads=4, pad_token_id=2, tie_word_embeddings=True),
+    "starcoder2": dict(sliding_window=8, pad_token_id=2, tie_word_embeddings=True),
+    "arcee": dict(head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    "apertus": dict(
+        head_dim=12,
+        attention_bias=True,
+        pad_token_id=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
     "phi3-longrope": dict(
         sliding_window=10,

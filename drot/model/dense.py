@@ -59,6 +59,16 @@ def with_norms(family: Family, attention: str | None, mlp: str | None) -> Family
     return replace(family, groups=tuple(groups))
 
 
+def without_gate(family: Family, up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Family:
+    """The family with an MLP of two linears, whose activation fixes the order of the second's inputs."""
+    attention, o, mlp, second = family.groups
+    first = LinearSpec(up, ("mlp", "hidden"), input="r1")
+    last = replace(second.linears[0], path=down, input=None)
+    return replace(
+        family, groups=(attention, o, replace(mlp, linears=(first,)), replace(second, linears=(last,)))
+    )
+
+
 def with_keys_as_values(family: Family) -> Family:
     """The family without v_proj and R2: the outputs of k_proj are the values too."""
     attention, o, *mlp = family.groups

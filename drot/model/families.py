@@ -11,7 +11,17 @@ from importlib import import_module
 from typing import Any
 
 from drot.core.errors import UserError
-from drot.model.dense import COHERE, GEMMA4, LLAMA, OPT, POST_NORM, SANDWICH, inside
+from drot.model.dense import (
+    COHERE,
+    GEMMA4,
+    LLAMA,
+    OPT,
+    POST_NORM,
+    SANDWICH,
+    inside,
+    with_norms,
+    without_gate,
+)
 from drot.model.family import Family, InputGroup, LinearSpec
 from drot.model.sizes import Width, experts_of, layer_kind, widths_of
 
@@ -201,6 +211,18 @@ FAMILIES = {
     "cohere": replace(COHERE, models="Command R, Command R+, Aya Expanse"),
     "cohere2": replace(COHERE, models="Command R7B, Command A"),
     "opt": OPT,
+    "starcoder2": replace(
+        without_gate(LLAMA, "mlp.c_fc", "mlp.c_proj"),
+        models="StarCoder2",
+        layer_norm=True,
+        required=(("use_bias", True),),
+    ),
+    "arcee": replace(without_gate(LLAMA), models="AFM-4.5B"),
+    "apertus": replace(
+        with_norms(without_gate(LLAMA), "attention_layernorm", "feedforward_layernorm"),
+        models="Apertus",
+        untouched=(*LLAMA.untouched, "mlp.act_fn"),
+    ),
     "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
     "qwen2_moe": replace(
         with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"), models="Qwen2 MoE"

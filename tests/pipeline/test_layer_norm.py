@@ -41,7 +41,11 @@ def test_what_leaves_the_first_unit_vector_becomes_what_leaves_ones(size):
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [(FAMILIES[i % 2], mode) for i, mode in enumerate(MODES)] + [(FAMILIES[1], "input")],
+    [
+        *((FAMILIES[i % 2], mode) for i, mode in enumerate(MODES)),
+        (FAMILIES[1], "input"),
+        ("starcoder2", "residual"),
+    ],
 )
 def test_from_the_dense_model_to_a_checkpoint(family, mode, tmp_path):
     chosen, tokens, out = MODES[mode], random_tokens(2, 30, seed=5), tmp_path / "out"
