@@ -26,8 +26,10 @@ MIXTURES = {
 LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 #: those whose full attention has heads of another size
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+#: families with a latent attention
+LATENT_ATTENTION = ("deepseek_v3", "youtu", "minicpm3")
 #: those whose config demands a hidden size that the heads divide
-DIVIDED = ("llama", "cwm", "arcee", "gemma2", "gemma3_text")
+DIVIDED = ("llama", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text")
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -39,7 +41,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     # theirs has parts for each type of layer, or there is none
     if family in ("olmo3", "gemma3_text", "opt", *GEMMA4):
         return {"max_position_embeddings": 128}
-    if family == "deepseek_v3":  # it turns a part of a head of its own
+    if family in LATENT_ATTENTION:  # it turns a part of a head of its own
         return {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
             "max_position_embeddings": 128,
@@ -107,9 +109,7 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
         if family == "glm4_moe":
             chosen["use_qk_norm"] = draw(st.booleans())
     if family == "deepseek_v3":
-        ranks = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")
-        chosen |= {name: draw(st.integers(1, 3)) * multiple for name in ranks}
-        chosen |= dict(qk_rope_head_dim=draw(st.sampled_from([4, 8])), num_mtp_layers=0)
+        chosen["num_mtp_layers"] = 0
     return chosen
 
 
@@ -179,6 +179,8 @@ def settings_of_models(
         "cohere2",
         "arcee",
         "apertus",
+        "youtu",
+        "minicpm3",
         "deepseek_v3",
     ):
         chosen["attention_bias"] = draw(st.booleans())
@@ -191,9 +193,14 @@ def settings_of_models(
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
         chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}
         chosen["linear_conv_kernel_dim"] = draw(st.sampled_from([2, 4]))
-    if family == "deepseek_v3":
-        chosen["num_key_value_heads"] = heads
+    if family in LATENT_ATTENTION:
+        ranks = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")
+        chosen |= {name: draw(st.integers(1, 3)) * multiple for name in ranks}
+        chosen |= dict(qk_rope_head_dim=draw(st.sampled_from([4, 8])), num_key_value_heads=heads)
         del chosen["head_dim"]
+    if family == "minicpm3":
+        chosen |= {name: draw(st.sampled_from([0.8, 3.0])) for name in ("scale_emb", "scale_depth")}
+        chosen["dim_model_base"] = draw(st.sampled_from([4, 16]))
     if family == "opt":
         chosen |= dict(ffn_dim=chosen["intermediate_size"], num_key_value_heads=heads)
         chosen["activation_function"] = draw(st.sampled_from(["relu", "gelu"]))
@@ -209,7 +216,7 @@ def settings_of_models(
         chosen["norm_epsilon"] = chosen["rms_norm_eps"]
     if family == "apertus":
         chosen["hidden_act"] = draw(st.sampled_from(["xielu", "silu"]))
-    if family in ("llama", "smollm3", "seed_oss", "granite", "arcee"):
+    if family in ("llama", "smollm3", "seed_oss", "granite", "arcee", "minicpm3"):
         chosen["mlp_bias"] = draw(st.booleans())
     if family == "granite":
         multipliers = ("residual", "embedding", "attention")

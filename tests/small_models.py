@@ -47,6 +47,15 @@ LINEAR_ATTENTION = dict(
     linear_value_head_dim=12,
     pad_token_id=2,
 )
+#: queries, keys and values come from latents
+LATENT_ATTENTION = dict(
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=12,
+    v_head_dim=20,
+    num_key_value_heads=4,
+)
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
     "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
@@ -235,13 +244,18 @@ FAMILIES: dict[str, dict] = {
         num_nextn_predict_layers=0,
         tie_word_embeddings=False,
     ),
+    "youtu": dict(attention_bias=True, tie_word_embeddings=True, **LATENT_ATTENTION),
+    "minicpm3": dict(
+        attention_bias=True,
+        mlp_bias=True,
+        scale_emb=3.0,
+        scale_depth=0.8,
+        dim_model_base=8,
+        tie_word_embeddings=False,
+        **LATENT_ATTENTION,
+    ),
     "deepseek_v3": dict(
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=20,
-        num_key_value_heads=4,
+        **LATENT_ATTENTION,
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_group=2,

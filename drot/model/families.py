@@ -257,6 +257,13 @@ FAMILIES = {
         models="DeepSeek-V3, DeepSeek-R1",
         needs="PrefixChange",  # an older transformers loads the bias of the router in another dtype
     ),
+    "youtu": replace(latent(LLAMA), models="Youtu-LLM"),
+    "minicpm3": replace(
+        latent(LLAMA),
+        models="MiniCPM3",
+        residual_multiplier="residual_scale",
+        logits_divisor="logits_scaling",
+    ),
     "gpt_oss": replace(
         MIXTURE.with_transposed_experts(),
         models="gpt-oss",
