@@ -1,14 +1,14 @@
 """What R3 could be made of: blocks, Householder reflections, or Givens rotations of pairs of channels.
 
-    python benchmarks/down_factors.py MODEL --calibration TEXT [--layer 0 --layer 3]
+    python benchmarks/down_factors.py MODEL --calibration TEXT [--layer 0 --layer 3] [--only blocks]
 
 For the down_proj of each layer, every kind of R3 is trained with Adam on the share of the importance that
 2:4 removes, (W R)² / diag(Rᵀ H⁻¹ R), at each rate of RATES. A line is a kind: the numbers that it keeps for
 each channel, the multiplications that it takes for each channel and token, and the median over the layers of
 the share before and after, at the best rate.
 
-Blocks hold neighbours, channels whose inputs are most correlated, or channels that differ most in their
-importance.
+Blocks hold neighbours, channels whose inputs are most correlated, channels whose columns of importance are
+most alike, or channels that differ most in their importance.
 """
 
 import argparse
@@ -95,10 +95,13 @@ def random_pairs(channels: int, count: int) -> Tensor:
     return torch.stack([torch.randperm(channels).view(2, -1) for _ in range(count)])
 
 
-def correlated(hessian: Tensor) -> Tensor:
-    """An order of the channels [in] in which BLOCK channels that follow each other are most correlated."""
-    root = hessian.diagonal().sqrt()
-    likeness, order = (hessian / root / root[:, None]).abs(), list[Tensor]()
+def alike(gram: Tensor) -> Tensor:
+    """An order of the channels [in] in which BLOCK channels that follow each other are most alike.
+
+    gram: [in, in]; divided by the roots of its diagonal it says how alike two channels are.
+    """
+    root = gram.diagonal().sqrt()
+    likeness, order = (gram / root / root[:, None]).abs(), list[Tensor]()
     left = torch.ones(len(root), dtype=torch.bool)
     while left.any():
         first = int(torch.where(left, root, -1).argmax())
@@ -155,6 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--layer", type=int, action="append", help="may be given more than once; default: all"
     )
+    parser.add_argument("--only", default="", help="a part of the names of the kinds to train; default: all")
     options = parser.parse_args()
     torch.manual_seed(0)
     text = CalibrationConfig(source=options.calibration, nsamples=options.nsamples, seqlen=options.seqlen)
@@ -171,11 +175,13 @@ def main() -> None:
             factor = torch.linalg.cholesky(torch.linalg.inv(hessian.double())).float()
             weight = down.weight.detach().float()
             channels = weight.shape[1]
-            energy = weight.square().sum(0) / factor.square().sum(1)
+            columns = weight / factor.square().sum(1).sqrt()  # their squares are the importance
+            energy = columns.square().sum(0)
             kinds = {
                 "blocks of 16": Blocks(torch.arange(channels), 16),
                 f"blocks of {BLOCK}": Blocks(torch.arange(channels), BLOCK),
-                f"blocks of {BLOCK}, correlated": Blocks(correlated(hessian), BLOCK),
+                f"blocks of {BLOCK}, correlated": Blocks(alike(hessian), BLOCK),
+                f"blocks of {BLOCK}, alike columns": Blocks(alike(columns.T @ columns), BLOCK),
                 f"blocks of {BLOCK}, unlike": Blocks(unlike(energy), BLOCK),
                 "Householder, 8": Householder(channels, 8),
                 "Householder, 64": Householder(channels, 64),
@@ -183,7 +189,7 @@ def main() -> None:
                 "Givens, 12 stages of random pairs": Givens(random_pairs(channels, 12)),
                 "Givens, 32 stages of random pairs": Givens(random_pairs(channels, 32)),
             }
-            for name, kind in kinds.items():
+            for name, kind in ((name, kind) for name, kind in kinds.items() if options.only in name):
                 shares = trained(kind, weight, factor, options.steps)
                 found.setdefault(name, []).append((kind.numbers, kind.products, *shares))
                 print(f"layer {layer.index:2d}  {name:<34} {shares[0]:.4f} -> {shares[1]:.4f}", flush=True)

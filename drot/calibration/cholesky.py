@@ -58,7 +58,7 @@ def cholesky_(matrix: Tensor, ranks: Ranks = ALONE) -> Tensor:
     own = left[ranks.share(len(left))]
     own.copy_(torch.linalg.solve_triangular(top.mT, own, upper=True, left=False))
     ranks.gather_rows_(left)
-    _add_gram_(bottom, left.mT, alpha=-1, ranks=ranks)
+    _add_gram_(bottom, left.mT, alpha=-1, ranks=ranks, mirrored=False)
     right.zero_()
     return found & cholesky_(bottom, ranks)
 
@@ -138,26 +138,29 @@ def _multiply_(lower: Tensor, matrix: Tensor, *, transposed: bool = False) -> No
         _multiply_(top, first)
 
 
-def _add_gram_(symmetric: Tensor, a: Tensor, alpha: float = 1.0, ranks: Ranks = ALONE) -> None:
+def _add_gram_(
+    symmetric: Tensor, a: Tensor, alpha: float = 1.0, ranks: Ranks = ALONE, *, mirrored: bool = True
+) -> None:
     """symmetric [..., n, n] += alpha · aᵀ a for a [..., any length, n].
 
-    Above WHOLE columns the upper quarter is a copy of the lower one.
+    mirrored: whether the upper triangle is needed too. Above WHOLE columns it is a copy of the lower one.
     """
     if ranks.size > 1:
-        _share_gram_(symmetric, a, alpha, ranks)
+        _share_gram_(symmetric, a, alpha, ranks, mirrored=mirrored)
         return
     if symmetric.shape[-1] <= WHOLE:
         add_product(symmetric, a.mT, a, alpha)
         return
     top, left, bottom, right = _quarters(symmetric)
     before, after = a.tensor_split([top.shape[-1]], -1)
-    _add_gram_(top, before, alpha)
-    _add_gram_(bottom, after, alpha)
+    _add_gram_(top, before, alpha, mirrored=mirrored)
+    _add_gram_(bottom, after, alpha, mirrored=mirrored)
     add_product(left, after.mT, before, alpha)
-    right.copy_(left.mT)
+    if mirrored:
+        right.copy_(left.mT)
 
 
-def _share_gram_(symmetric: Tensor, a: Tensor, alpha: float, ranks: Ranks) -> None:
+def _share_gram_(symmetric: Tensor, a: Tensor, alpha: float, ranks: Ranks, *, mirrored: bool) -> None:
     """`_add_gram_` of one matrix: each rank computes a panel of rows from each end, which are equal work.
 
     A panel reaches from the first column to the diagonal. The blocks above the diagonal are copies.
@@ -170,5 +173,5 @@ def _share_gram_(symmetric: Tensor, a: Tensor, alpha: float, ranks: Ranks) -> No
     half = panels[ranks.size].start
     ranks.gather_rows_(symmetric[:half, :half], panels[: ranks.size])
     ranks.gather_rows_(symmetric, panels[: ranks.size - 1 : -1])
-    for panel in panels:
+    for panel in panels if mirrored else ():
         symmetric[: panel.start, panel] = symmetric[panel, : panel.start].T

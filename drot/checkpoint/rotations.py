@@ -19,6 +19,7 @@ from drot.core.files import new_file
 from drot.core.hashes import DIGEST, json_digest, parts_digest
 from drot.core.reading import check_regular, parse_json
 from drot.machine.devices import dtype_name
+from drot.machine.spool import Spool
 from drot.model.rotation import LayerRotation, RotationsOfLayers, orthogonality_error, reorthogonalize
 from drot.model.sizes import HeadShape
 
@@ -30,17 +31,18 @@ FIRST_R3 = "layers.0.r3"
 def save_rotations(path: Path, rotations: Iterable[LayerRotation], record: dict[str, Any]) -> None:
     """Writes the rotations of all layers in fp32. Raises WriteError if writing fails.
 
-    rotations: those of the layers in order. They are asked for one by one; their fp32 copies are all in
-        memory until the file is written.
+    rotations: those of the layers in order. They are asked for one by one; their fp32 copies lie on the disk
+        of the file until it is written.
     record: the recipe, the model and the calibration. The file's metadata holds it, and a digest of it and of
         the tensors.
     """
-    tensors: dict[str, Tensor] = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors, spool = dict[str, Tensor](), Spool(path.parent)
     for index, rotation in enumerate(rotations):
-        tensors |= rotation.tensors(f"layers.{index}.", torch.float32)
+        for name, tensor in rotation.tensors(f"layers.{index}.", torch.float32).items():
+            tensors[name] = spool.empty(tensor.shape, tensor.dtype).copy_(tensor)
     # one key only: safetensors writes several keys in a random order, and equal runs write equal files
     metadata = {"record": json.dumps(record | {DIGEST: _digest([tensors], record)})}
-    path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as part:
         save_file(tensors, part, metadata=metadata)
 

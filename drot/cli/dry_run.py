@@ -17,18 +17,30 @@ PLACES = {
 }
 
 
-def show_needs(model: str, recipe: Recipe, as_json: bool, *, out: Path | None, **options: Any) -> None:
+def show_needs(
+    model: str,
+    recipe: Recipe,
+    as_json: bool,
+    *,
+    out: Path | None,
+    save_rotations_to: Path | None,
+    resume: bool,
+    **options: Any,
+) -> None:
     """Prints the resolved recipe as a recipe file, and a table of what the run needs; or both as JSON.
 
-    Raises UserError for a folder `out` that the run could not write.
+    Raises UserError for a folder `out` and a file `save_rotations_to` that the run could not write.
 
     options: further arguments of `run_needs`.
     """
     from drot.checkpoint.save import check_output
     from drot.pipeline.dry_run import run_needs
+    from drot.pipeline.rotation_files import check_rotations_output
 
-    if out is not None:
+    if out is not None and not resume:
         check_output(out)
+    if save_rotations_to is not None:
+        check_rotations_output(save_rotations_to, recipe, out, resume=resume)
     with working():
         needs = run_needs(model, recipe, **options)
     if as_json:
@@ -45,7 +57,12 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, *, out: Path | None, *
     of_all = f", for all {needs.gpus} ranks" if shared else ""
     name = "memory of each device" if shared else "memory of the device"
     of_device = {} if on_cpu else {name: f"about {size_text(needs.device_memory)}"}
-    together = {}
+    together, of_rotations = {}, {}
+    if save_rotations_to is not None:
+        size = size_text(needs.rotations_file)
+        of_rotations["rotations"] = (
+            f"{size} for {save_rotations_to}, and as much again on its disk while it is written"
+        )
     if needs.distillation:
         size = size_text(needs.distillation)
         together["training together"] = (
@@ -59,6 +76,7 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, *, out: Path | None, *
         f"{needs.training_tokens:,} train the rotations",
         "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of what "
         "OUT.partial holds while the run lasts",
+        **of_rotations,
         "main memory": f"about {size_text(in_memory)}{of_all}, beside 0.5 GB of a process without a model",
         "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}{of_all}",
         **of_device,

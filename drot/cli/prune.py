@@ -151,7 +151,8 @@ def prune(
     options |= run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
     asked = fit_recipe(asked, fit, named, given, gpus=ranks, **options)
     if dry_run:
-        show_needs(named, asked.recipe, as_json, out=None if resume else out, gpus=ranks, **options)
+        options |= {"out": out, "save_rotations_to": save_rotations_to, "resume": resume}
+        show_needs(named, asked.recipe, as_json, gpus=ranks, **options)
         return
     folder = _folder(out)
     launch_if_asked(gpus, ctx.obj)

@@ -160,3 +160,12 @@ def check_writable(file: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}: {file.parent}") from None
+
+
+def same_disk(file: Path, other: Path) -> bool:
+    """Whether two paths, which need not exist yet, lie in the same file system."""
+    first, second = (
+        next(parent for parent in path.resolve().parents if parent.exists()).stat().st_dev
+        for path in (file, other)
+    )
+    return first == second

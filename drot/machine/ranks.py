@@ -129,25 +129,29 @@ class Ranks:
 
         parts: the rows of each rank; None are its `shares`.
         """
-        if self.size == 1:
+        if self.size == 1 or not len(matrix):
             return
         parts = self.shares(len(matrix)) if parts is None else parts
+        most = max(part.stop - part.start for part in parts)
+        equal = [slice(rank * most, (rank + 1) * most) for rank in range(self.size)]
+        self.sent["rows"] += (self.size - 1) * most * matrix[:1].nbytes
+        if parts == equal and len(matrix) == self.size * most and matrix.is_contiguous():
+            self._gather_(matrix)
+            return
+        whole = matrix.new_empty(self.size * most, *matrix.shape[1:])
         own = matrix[parts[self.rank]]
-        padded = own.new_zeros(max(part.stop - part.start for part in parts), *own.shape[1:])
-        padded[: len(own)] = own
-        self.sent["rows"] += (self.size - 1) * padded.nbytes
-        for rank, (part, rows) in enumerate(zip(parts, self._gathered(padded), strict=True)):
+        whole[equal[self.rank]][: len(own)] = own
+        self._gather_(whole)
+        for rank, (part, padded) in enumerate(zip(parts, equal, strict=True)):
             if rank != self.rank:
-                matrix[part] = rows[: part.stop - part.start]
+                matrix[part] = whole[padded][: part.stop - part.start]
 
-    def _gathered(self, rows: Tensor) -> list[Tensor]:
-        """The rows of each rank, which all have the same shape."""
+    def _gather_(self, whole: Tensor) -> None:
+        """Gives each rank the parts of the others. whole: contiguous, with equally many rows of each rank."""
         # bytes, because not every backend knows every dtype
-        sent = rows.flatten().view(torch.uint8)
-        found = [torch.empty_like(sent) for _ in range(self.size)]
+        sent = whole.view(-1).view(torch.uint8)
         with self._alive():
-            dist.all_gather(found, sent, group=self._group)
-        return [each.view(rows.dtype).view_as(rows) for each in found]
+            dist.all_gather_into_tensor(sent, sent.chunk(self.size)[self.rank], group=self._group)
 
     def _numbers(self, value: float) -> list[float]:
         """The number of each rank."""

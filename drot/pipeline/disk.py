@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from drot.config import ResolvedRecipe
+from drot.config import ResolvedRecipe, ResolvedRotation
 from drot.model.family import by_module
 from drot.pipeline.importance import map_bytes
 from drot.pipeline.memory import rotation_bytes
@@ -52,6 +52,14 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
         if recipe.pruning.token_weights == "gradient":
             beside += sum(map(weights_bytes, map(sizes.of_layer, range(layers))))
     return checkpoint, beside
+
+
+def rotations_file_bytes(sizes: Sizes, rotation: ResolvedRotation) -> int:
+    """The bytes of the file of `save_rotations_to`, whose disk holds as much again while it is written."""
+    if rotation.mode == "none":
+        return 0
+    in_fp64 = sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.names)
+    return in_fp64 * torch.float32.itemsize // torch.float64.itemsize
 
 
 def weights_bytes(sizes: Sizes) -> int:

@@ -20,7 +20,7 @@ from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu, pi
 from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
 from drot.model.decoder import DecoderModel
-from drot.pipeline.disk import disk_needs
+from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.memory import device_memory, distillation_memory, main_memory, state_bytes, training_memory
 from drot.pipeline.prepare import parsed_dtype, plan
 from drot.pipeline.rotation_files import with_given_r3
@@ -43,6 +43,7 @@ class RunNeeds:
     dtype, save_dtype: dtypes of the computation and of the saved weights.
     tokens: calibration tokens that are read. training_tokens: those that train the rotations.
     checkpoint, partial: bytes on the disk of the result, and of what lies beside it until the run ends.
+    rotations_file: bytes of a file of `save_rotations_to`.
     gpus: ranks that share the run, all on this machine.
     main_memory: bytes of all ranks. device_memory: bytes of each rank; on a CPU they lie in main memory too.
     distillation: the same while all layers are trained together; 0 without that.
@@ -62,6 +63,7 @@ class RunNeeds:
     training_tokens: int
     checkpoint: int
     partial: int
+    rotations_file: int
     gpus: int
     main_memory: int
     device_memory: int
@@ -130,6 +132,7 @@ def run_needs(
         training_tokens=training if trains else 0,
         checkpoint=checkpoint,
         partial=partial,
+        rotations_file=rotations_file_bytes(sizes, resolved.rotation),
         gpus=gpus,
         main_memory=in_memory - (0 if place == "main memory" else states),
         device_memory=on_device,

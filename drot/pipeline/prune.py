@@ -31,7 +31,7 @@ from drot.config import Recipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
-from drot.core.files import WriteError
+from drot.core.files import WriteError, same_disk
 from drot.core.lock import locked
 from drot.core.version import __version__
 from drot.machine.environment import machine, versions
@@ -39,7 +39,7 @@ from drot.machine.products import fp32_products
 from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.pipeline.batches import check_sequences
 from drot.pipeline.context import RunContext
-from drot.pipeline.disk import disk_needs
+from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.distill import lacking
 from drot.pipeline.identity import identity_of_parts, run_identity
 from drot.pipeline.output import manifest_of, write_result
@@ -255,7 +255,7 @@ def _run(
     if out is not None and identity is not None:
         if finished:
             return ranks.on_first(lambda: _finished_result(out, identity, rotations_out))
-        state = _open_state(context, out, identity)
+        state = _open_state(context, out, identity, rotations_out)
     with _says_how_to_resume(ranks, state):
         run.execute(state)
 
@@ -279,7 +279,9 @@ def _check_rotations(file: Path, identity: dict[str, Any] | None) -> None:
         check_same_rotations(file, identity or {})
 
 
-def _open_state(context: RunContext, out: Path, identity: dict[str, Any]) -> RunState:
+def _open_state(
+    context: RunContext, out: Path, identity: dict[str, Any], rotations_out: Path | None
+) -> RunState:
     """The state of the run. Raises UserError if it is of another run, or if the disk is too small."""
     here = {"versions": versions(), **machine(context.device)}
     state = RunState(out, identity_of_parts(identity), here, context.ranks)
@@ -287,6 +289,8 @@ def _open_state(context: RunContext, out: Path, identity: dict[str, Any]) -> Run
     checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
     if (whole := getattr(context.model.model, "drot_whole", None)) is not None:
         checkpoint += whole.kept_bytes
+    if rotations_out is not None and same_disk(rotations_out, out):
+        beside += 2 * rotations_file_bytes(sizes, context.recipe.rotation)  # twice while it is written
     context.ranks.on_first(lambda: check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0))
     return state
 

@@ -1,6 +1,8 @@
 """`drot.sensitivity`, which measures how much the output of each linear changes at each n:m or ratio."""
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 
 from drot.calibration.hessian import InputHessian
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.resume import RunState
 from drot.config import PruningConfig, Recipe, ResolvedPruning, ResolvedRecipe, Sparsity, resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
@@ -92,7 +95,9 @@ def sensitivity(
 
     The error is tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ), where Ŵ is W pruned by the recipe's method. W is rotated
     and H is the Hessian of the rotated dense model, so each linear is pruned alone. The rotations are trained
-    for the recipe's own sparsities, with `hessians="dense"`. Nothing is written. The model is not changed.
+    for the recipe's own sparsities, with `hessians="dense"`. The model is not changed. If it is read layer by
+    layer, the rotations lie in the system's folder for temporary files (TMPDIR) until the function returns.
+    Nothing else is written.
 
     Raises UserError for a mistake in the input.
 
@@ -127,17 +132,17 @@ def sensitivity(
         progress=progress,
     )
     run = prepared.context
-    if run.recipe.pruning.token_weights == "gradient":
-        run.token_weights = weigh_tokens(run, None)
-    used: Mapping[int, LayerRotation] = {}
-    if rotations is not None:
-        used = read_given(run, Path(rotations)).rotations
-    if run.rotates:
-        if not used and recipe.rotation.mode == "shared":
-            used = dict(enumerate(train_shared(run, None)[0]))
-        elif not used:
-            used, _ = train_layers(run, None)
-    errors, error = _errors(run, used, measured)
+    with _scratch(run) as state:
+        if run.recipe.pruning.token_weights == "gradient":
+            run.token_weights = weigh_tokens(run, state)
+        used: Mapping[int, LayerRotation] = {}
+        if rotations is not None:
+            used = read_given(run, Path(rotations)).rotations
+        elif run.rotates and recipe.rotation.mode == "shared":
+            used = dict(enumerate(train_shared(run, state)[0]))
+        elif run.rotates:
+            used, _ = train_layers(run, state)
+        errors, error = _errors(run, used, measured, state)
     figures = {
         "base_model": prepared.source,
         "calibration": calibration_record(run.tokens),
@@ -148,14 +153,29 @@ def sensitivity(
     return SensitivityResult(run.recipe, errors, figures)
 
 
+@contextlib.contextmanager
+def _scratch(run: RunContext) -> Iterator[RunState | None]:
+    """Keeps rotations and hidden states in temporary files; None for a model whose layers are in memory."""
+    if not run.model.is_skeleton:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="drot-") as folder:
+        state = RunState(Path(folder) / "sensitivity", {})
+        with state.saving():
+            yield state
+
+
 def _errors(
-    run: RunContext, rotations: Mapping[int, LayerRotation], measured: dict[Sparsity, ResolvedPruning]
+    run: RunContext,
+    rotations: Mapping[int, LayerRotation],
+    measured: dict[Sparsity, ResolvedPruning],
+    state: RunState | None,
 ) -> tuple[dict[str, dict[str, float | None]], float | None]:
     """SensitivityResult.errors, from one pass of the dense model, and the error of the rotated logits.
 
-    measured: sparsity → how to prune a linear to it.
+    measured: sparsity → how to prune a linear to it. state: as of `embed`.
     """
-    stream = embed(run, run.tokens, None)
+    stream = embed(run, run.tokens, state)
     errors: dict[str, dict[str, float | None]] = {}
     check = ModelCheck(run.model, run.tokens[:1], run.device, run.bases.place) if rotations else None
     for layer in on_device(run.model.layers, run.device, run.home):

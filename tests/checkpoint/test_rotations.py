@@ -2,12 +2,15 @@
 
 import json
 import os
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drot.checkpoint import rotations as stored
 from drot.checkpoint.rotations import _digest, load_rotations, save_rotations
 from drot.core.errors import UserError
 from drot.model.rotation import LayerRotation
@@ -37,6 +40,25 @@ def test_round_trip_is_orthogonal_to_fp64(r3, tmp_path):
         for saved_matrix, matrix in zip(a.matrices.values(), b.matrices.values(), strict=True):
             assert torch.allclose(saved_matrix, matrix, atol=1e-6)
         assert torch.allclose(b.r1.T @ b.r1, torch.eye(8, dtype=torch.float64), atol=1e-13)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_copies_lie_on_the_disk_while_the_file_is_written(tmp_path, monkeypatch):
+    """Each is a mapped file of the same folder, and safetensors would write the same bytes from memory."""
+    path, saved = tmp_path / "r.safetensors", rotations()
+    mapped = []
+
+    def see(tensors, file, metadata):
+        mapped.extend(
+            line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line
+        )
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "plain", metadata)
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr(stored, "save_file", see)
+    save_rotations(path, saved, {})
+    assert len(mapped) == 6 and all(line.endswith("(deleted)") for line in mapped)
+    assert path.read_bytes() == (tmp_path / "plain").read_bytes()
 
 
 def test_the_message_for_a_faulty_file(tmp_path):

@@ -224,5 +224,11 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path, capsys):
     command = ["prune", str(MODEL), "--dry-run", "--calibration"]
     assert cli.run([*command, str(HELD_OUT), "--out", str(tmp_path / "out")]) == 2
     assert "exists and is not an empty folder" in one_line(capsys.readouterr().err)
+    held = [*command, str(HELD_OUT), "--save-rotations"]
+    assert cli.run([*held, str(tmp_path / "out" / "file")]) == 2
+    assert "file exists: name another --save-rotations" in one_line(capsys.readouterr().err)
+    assert cli.run([*held, str(tmp_path / "new"), "--device", "cpu"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "and as much again on its disk while it is written" in printed and not (tmp_path / "new").exists()
     assert cli.run([*command, "missing.txt"]) == 2
     assert "got 'missing.txt', which is no such name and no file" in one_line(capsys.readouterr().err)

@@ -234,6 +234,7 @@ def test_a_model_that_another_program_pruned(tmp_path, capsys):
     assert cli.run(["info", str(out)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "pruning by another program" in shown and "fine-tuning LoRA r 8, lr 0.01, 4 steps" in shown
+    assert "linears set to zero by another program." in (out / "README.md").read_text()
     run(out, tmp_path / "again")
     assert len(read_any_manifest(tmp_path / "again").finetune) == 2
     with pytest.raises(UserError, match="was pruned by another program and fine-tuned by drot"):

@@ -1,5 +1,6 @@
 """Prunes a random LLaMA from its files under a hard limit of memory, packs the result and computes its loss,
-and compares the bytes with those of a free run. `--alone` leaves the free run out.
+and compares the bytes with those of a free run. `--alone` leaves the free run out. With `--mode layer` it
+saves the rotations too.
 
     PYTHONPATH=tests python tests/pipeline/streamed.py --megabytes 3000 --hidden 2048 --limit 1200
 
@@ -83,8 +84,16 @@ def run(folder: Path, out: Path, mode: str, limit: int) -> None:
     recipe = Recipe().replace(mode=mode, steps=2, solve="none", target="self", seqlen=32)
     packed, text = out / "packed", out.with_suffix(".txt")
     text.write_text("abc " * 64)
+    rotations = None if mode == "none" else out / "rotations.safetensors"
     steps = {
-        "prune": lambda: drot.prune(str(folder), recipe, out=out / "dense", calibration=TOKENS, device="cpu"),
+        "prune": lambda: drot.prune(
+            str(folder),
+            recipe,
+            out=out / "dense",
+            save_rotations_to=rotations,
+            calibration=TOKENS,
+            device="cpu",
+        ),
         "convert": lambda: convert(out / "dense", packed, "packed"),
         "eval": lambda: evaluate([packed], ppl=[text], seqlen=32, device="cpu", stream=True),
     }

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from runs import TOKENS, interrupted, one_shot, prune
-from small_models import small_model
+from small_models import save_small_model, small_model
 
 import drot
 from drot.checkpoint.size import size_text, weight_bytes
 from drot.core.errors import UserError
 from drot.pipeline import prune as pipeline
+from drot.pipeline.dry_run import run_needs
 
 #: of a finished layer, which becomes a part of the checkpoint
 SHARD = re.compile(r"layer_\d+\.safetensors")
@@ -83,6 +84,20 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(monkeypatch, tmp_pat
         and {e.phase for e in events} <= {"load"}
         and not list(tmp_path.iterdir())
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3-biased", "cohere2"])
+def test_a_file_of_rotations_on_the_same_disk_counts_twice(needs, family, tmp_path):
+    """It is written from copies on its disk. Its estimate is its size."""
+    folder, rotations = save_small_model(small_model(family), tmp_path / "dense"), tmp_path / "saved"
+    for save_to in (None, rotations, tmp_path / "second" / "rotations.safetensors"):
+        out = tmp_path / ("first" if save_to in (None, rotations) else "second")
+        prune(str(folder), recipe(), out=out, save_rotations_to=save_to)
+        shutil.rmtree(out)
+    size = run_needs(folder, recipe(), device="cpu").rotations_file
+    (_, alone, _), (_, outside, _), (_, inside, _) = needs
+    assert outside == inside == alone + 2 * size
+    assert 0 < rotations.stat().st_size - size < 10_000
 
 
 def test_the_disk_is_that_of_the_output(monkeypatch, tmp_path):

@@ -1,14 +1,16 @@
 """Rotations that are trained before the pruning: each is written once, in a thread, and read once."""
 
+import tempfile
 import threading
 from collections import Counter
 
 import pytest
 import torch
-from runs import one_shot, prune, saved_bytes, saved_tensors
+from runs import TOKENS, one_shot, prune, saved_bytes, saved_tensors
 from safetensors import safe_open
 from small_models import save_small_model, small_model
 
+import drot
 from drot.checkpoint import rotations
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
@@ -87,6 +89,33 @@ def test_the_next_rotation_is_read_before_it_is_asked_for(files, tmp_path, monke
         prune(files, one_shot(hessians="dense"), out=tmp_path / "out", progress=damage)
     of_rotations = [threads[f"rotation_{index:05d}"] for index in range(5)]
     assert ["drot-read" in name for name in of_rotations] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("mode", ["none", "layer", "shared"])
+def test_a_measurement_keeps_no_more_than_two_rotations(mode, files, tmp_path, monkeypatch):
+    """They lie in temporary files, which go. The figures are those of a model that lies in memory."""
+    chosen, held, keep = one_shot(mode, token_weights="gradient"), [], RotationsOfLayers.keep
+    options = dict(calibration=TOKENS, device="cpu")
+    expected = drot.sensitivity(small_model("llama", num_hidden_layers=5), chosen, **options)
+
+    def count(self, layer, rotation):
+        keep(self, layer, rotation)
+        held.append(len(self._in_memory))
+
+    monkeypatch.setattr(RotationsOfLayers, "keep", count)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    written, real = [], RunState._write
+
+    def see(self, name, tensors):
+        real(self, name, tensors)
+        written.append(self.file(name).relative_to(tmp_path).name)
+
+    monkeypatch.setattr(RunState, "_write", see)
+    found = drot.sensitivity(files, chosen, **options)
+    parts = {"none": [], "shared": ["rotations"], "layer": [f"rotation_{index:05d}" for index in range(5)]}
+    assert sorted(written) == sorted(f"{name}.safetensors" for name in ["token_weights", *parts[mode]])
+    assert found.errors == expected.errors and not list(tmp_path.iterdir())
+    assert max(held, default=0) == (2 if mode == "layer" else 0)
 
 
 @pytest.mark.parametrize("mode", ["layer", "shared"])

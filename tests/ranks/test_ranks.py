@@ -39,7 +39,7 @@ def sums_and_rows(total):
         return ones, rows, ranks.total(0.25), ranks.each(ranks.rank), ranks.on_rank(1, lambda: ranks.rank)
 
 
-@pytest.mark.parametrize("total", [2, 5])
+@pytest.mark.parametrize("total", [2, 5, 6])
 def test_sums_and_rows_are_those_of_all_ranks(total):
     expected = torch.arange(total * 2, dtype=torch.float32).view(total, 2)
     for ones, rows, quarter, each, first in on_ranks(3, sums_and_rows, total):
