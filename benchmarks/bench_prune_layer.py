@@ -69,7 +69,7 @@ def random_model(config: Any, dtype: torch.dtype, device: str) -> PreTrainedMode
 
 def paper_step(config: Any, dtype: torch.dtype, device: str, steps: int) -> float | str:
     """The median seconds of one step of the paper's training; the reason where it does not fit in memory."""
-    shape = head_shape(config)
+    shape = head_shape(config, 0)
     try:
         problem = Problem(
             config.hidden_size,
@@ -86,7 +86,7 @@ def paper_step(config: Any, dtype: torch.dtype, device: str, steps: int) -> floa
 
 def hessian_seconds(config: Any, dtype: torch.dtype, device: str, tokens: int) -> float:
     """The median seconds of the Hessians of a layer's four inputs, without the forward pass."""
-    heads = head_shape(config)
+    heads = head_shape(config, 0)
     widths = (config.hidden_size, heads.heads * heads.head_dim, config.hidden_size, config.intermediate_size)
     batches = [torch.randn(min(tokens, BATCH), width, dtype=dtype, device=device) for width in widths]
 

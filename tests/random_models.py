@@ -24,6 +24,12 @@ MIXTURES = {
 }
 #: families some of whose layers have a linear attention
 LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+#: those whose full attention has heads of another size
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+#: families with a latent attention
+LATENT_ATTENTION = ("deepseek_v3", "youtu", "minicpm3")
+#: those whose config demands a hidden size that the heads divide
+DIVIDED = ("llama", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text")
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -32,9 +38,10 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     """`rope_parameters` of config.json, and `max_position_embeddings` that goes with them."""
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
-    if family in ("olmo3", "gemma3_text", "opt"):  # theirs has parts for each type of layer, or there is none
+    # theirs has parts for each type of layer, or there is none
+    if family in ("olmo3", "gemma3_text", "opt", *GEMMA4):
         return {"max_position_embeddings": 128}
-    if family == "deepseek_v3":  # it turns a part of a head of its own
+    if family in LATENT_ATTENTION:  # it turns a part of a head of its own
         return {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
             "max_position_embeddings": 128,
@@ -42,7 +49,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     if family in LINEAR_ATTENTION:
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         return {"rope_parameters": rope, "max_position_embeddings": 128}
-    if family in ("glm4", "glm4_moe"):  # they turn a share of a head, in pairs
+    if family in ("glm", "glm4", "glm4_moe"):  # they turn a share of a head, in pairs
         rope = {"rope_type": "default", "rope_theta": 1e4}
         rope |= {"partial_rotary_factor": draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))}
         return {"rope_parameters": rope, "max_position_embeddings": 128}
@@ -102,9 +109,7 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
         if family == "glm4_moe":
             chosen["use_qk_norm"] = draw(st.booleans())
     if family == "deepseek_v3":
-        ranks = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")
-        chosen |= {name: draw(st.integers(1, 3)) * multiple for name in ranks}
-        chosen |= dict(qk_rope_head_dim=draw(st.sampled_from([4, 8])), num_mtp_layers=0)
+        chosen["num_mtp_layers"] = 0
     return chosen
 
 
@@ -129,12 +134,11 @@ def settings_of_models(
     sizes_of_heads = (4, 8, 12, 16) if family in LINEAR_ATTENTION else (4, 6, 8, 12, 16)
     dims = [dim for dim in sizes_of_heads if heads * dim % multiple == 0]
     head_dim = draw(st.sampled_from(dims))
-    # these configs demand a hidden size that the heads divide
-    step = math.lcm(multiple, heads) if family in ("llama", "gemma2", "gemma3_text") else multiple
+    step = math.lcm(multiple, heads) if family in DIVIDED else multiple
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
-    # Phi-3's config compares the factors of RoPE with hidden / heads; Cohere 2 and OPT have no other head_dim
+    # Phi-3's config compares the factors of RoPE with hidden / heads; Cohere and OPT have no other head_dim
     own = st.just(heads * head_dim)
-    hidden = draw(own if family in ("phi3", "cohere2", "opt") else st.one_of(sizes, own))
+    hidden = draw(own if family in ("phi3", "cohere", "cohere2", "opt") else st.one_of(sizes, own))
     layers = draw(st.sampled_from([2, 1, 3]))
     chosen: dict[str, Any] = dict(
         family=family,
@@ -158,7 +162,7 @@ def settings_of_models(
             del chosen["head_dim"]
         elif family in ("llama", "mistral", "seed_oss"):
             chosen["head_dim"] = None
-    if family in ("granite", "phi3", "cohere2", "opt") and hidden == heads * head_dim:
+    if family in ("granite", "phi3", "cohere", "cohere2", "opt") and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
     if family in (
         "llama",
@@ -168,7 +172,15 @@ def settings_of_models(
         "granite",
         "glm4_moe",
         "gpt_oss",
+        "hunyuan_v1_dense",
+        "gemma",
+        "glm",
+        "cohere",
         "cohere2",
+        "arcee",
+        "apertus",
+        "youtu",
+        "minicpm3",
         "deepseek_v3",
     ):
         chosen["attention_bias"] = draw(st.booleans())
@@ -181,17 +193,30 @@ def settings_of_models(
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
         chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}
         chosen["linear_conv_kernel_dim"] = draw(st.sampled_from([2, 4]))
-    if family == "deepseek_v3":
-        chosen["num_key_value_heads"] = heads
+    if family in LATENT_ATTENTION:
+        ranks = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")
+        chosen |= {name: draw(st.integers(1, 3)) * multiple for name in ranks}
+        chosen |= dict(qk_rope_head_dim=draw(st.sampled_from([4, 8])), num_key_value_heads=heads)
         del chosen["head_dim"]
+    if family == "minicpm3":
+        chosen |= {name: draw(st.sampled_from([0.8, 3.0])) for name in ("scale_emb", "scale_depth")}
+        chosen["dim_model_base"] = draw(st.sampled_from([4, 16]))
     if family == "opt":
         chosen |= dict(ffn_dim=chosen["intermediate_size"], num_key_value_heads=heads)
         chosen["activation_function"] = draw(st.sampled_from(["relu", "gelu"]))
-    if family == "cohere2":
+    if family == "cohere":
+        chosen["use_qk_norm"] = draw(st.booleans())
+    if family in ("cohere", "cohere2"):
         chosen |= dict(layer_norm_eps=chosen["rms_norm_eps"], logit_scale=draw(st.sampled_from([0.06, 1.0])))
+    if family == "ernie4_5":
+        chosen["use_bias"] = draw(st.booleans())
     if family == "seed_oss":
         chosen["attention_out_bias"] = draw(st.booleans())
-    if family in ("llama", "smollm3", "seed_oss", "granite"):
+    if family == "starcoder2":
+        chosen["norm_epsilon"] = chosen["rms_norm_eps"]
+    if family == "apertus":
+        chosen["hidden_act"] = draw(st.sampled_from(["xielu", "silu"]))
+    if family in ("llama", "smollm3", "seed_oss", "granite", "arcee", "minicpm3"):
         chosen["mlp_bias"] = draw(st.booleans())
     if family == "granite":
         multipliers = ("residual", "embedding", "attention")
@@ -199,20 +224,27 @@ def settings_of_models(
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)
-    if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text"):
+    if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", *GEMMA4):
         chosen["attention_bias"] = draw(st.booleans())
     if family in ("gemma2", "gemma3_text"):
-        chosen["hidden_activation"] = chosen.pop("hidden_act")
         chosen["query_pre_attn_scalar"] = draw(st.sampled_from([4, 256]))
+    if family in ("gemma2", "gemma3_text", *GEMMA4):
+        chosen["hidden_activation"] = chosen.pop("hidden_act")
         chosen["final_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 30.0]))
+    if family in GEMMA4:
+        chosen["global_head_dim"] = draw(st.sampled_from(dims))
+        chosen["attention_k_eq_v"] = draw(st.booleans())
+        chosen["num_global_key_value_heads"] = draw(st.sampled_from([None, 1, heads]))
+        if family == "gemma4_text":
+            chosen["hidden_size_per_layer_input"] = 0
     if family == "gemma2":
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
-    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2"):
+    if family in ("olmo3", "exaone4", "cwm", "gemma2", "gemma3_text", "cohere2", *GEMMA4):
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5
-    if family in ("mistral", "ministral3", "mixtral", "phi3", "gpt_oss"):
+    if family in ("mistral", "ministral3", "mixtral", "phi3", "gpt_oss", "starcoder2"):
         chosen["sliding_window"] = window
     if family in ("qwen2", "qwen3") and window:
         chosen |= dict(use_sliding_window=True, sliding_window=window)

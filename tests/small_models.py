@@ -10,7 +10,13 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, core_model_loading
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    core_model_loading,
+)
 
 from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
@@ -40,6 +46,15 @@ LINEAR_ATTENTION = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
     pad_token_id=2,
+)
+#: queries, keys and values come from latents
+LATENT_ATTENTION = dict(
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=12,
+    v_head_dim=20,
+    num_key_value_heads=4,
 )
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
@@ -74,6 +89,31 @@ FAMILIES: dict[str, dict] = {
     "seed_oss": dict(
         head_dim=12, attention_out_bias=True, mlp_bias=True, pad_token_id=2, tie_word_embeddings=False
     ),
+    "ernie4_5": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=True),
+    "ernie4_5-biased": dict(head_dim=16, use_bias=True, pad_token_id=2, tie_word_embeddings=False),
+    "hunyuan_v1_dense": dict(
+        head_dim=12,
+        attention_bias=True,
+        pad_token_id=2,
+        eod_token_id=3,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=1.0, alpha=10.0),
+    ),
+    "cwm": dict(
+        head_dim=12,
+        sliding_window=8,
+        layer_types=LAYER_TYPES,
+        tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=1e4,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "gemma": dict(head_dim=12, attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
     "granite": dict(
         residual_multiplier=0.22,
         embedding_multiplier=12.0,
@@ -100,6 +140,7 @@ FAMILIES: dict[str, dict] = {
     "mixtral": dict(
         head_dim=12, num_local_experts=3, num_experts_per_tok=2, sliding_window=16, tie_word_embeddings=False
     ),
+    "glm": dict(head_dim=12, partial_rotary_factor=0.5, pad_token_id=2, tie_word_embeddings=True),
     "glm4": dict(head_dim=12, partial_rotary_factor=0.5, pad_token_id=2, tie_word_embeddings=False),
     "glm4-biased": dict(head_dim=16, attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
     "olmo2": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=False),
@@ -128,6 +169,37 @@ FAMILIES: dict[str, dict] = {
         sliding_window=8,
         layer_types=LAYER_TYPES,
         query_pre_attn_scalar=20,
+        final_logit_softcapping=3.0,
+        pad_token_id=2,
+    ),
+    "gemma4_text": dict(
+        head_dim=12,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        final_logit_softcapping=3.0,
+        pad_token_id=2,
+    ),
+    "gemma4_text-values": dict(
+        head_dim=16,
+        global_head_dim=8,
+        attention_bias=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "gemma4_unified_text": dict(
+        head_dim=12,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=8,
+        layer_types=LAYER_TYPES,
         final_logit_softcapping=3.0,
         pad_token_id=2,
     ),
@@ -172,13 +244,18 @@ FAMILIES: dict[str, dict] = {
         num_nextn_predict_layers=0,
         tie_word_embeddings=False,
     ),
+    "youtu": dict(attention_bias=True, tie_word_embeddings=True, **LATENT_ATTENTION),
+    "minicpm3": dict(
+        attention_bias=True,
+        mlp_bias=True,
+        scale_emb=3.0,
+        scale_depth=0.8,
+        dim_model_base=8,
+        tie_word_embeddings=False,
+        **LATENT_ATTENTION,
+    ),
     "deepseek_v3": dict(
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=20,
-        num_key_value_heads=4,
+        **LATENT_ATTENTION,
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_group=2,
@@ -200,8 +277,18 @@ FAMILIES: dict[str, dict] = {
         ),
         tie_word_embeddings=False,
     ),
+    "cohere": dict(use_qk_norm=True, logit_scale=0.4, pad_token_id=2),
+    "cohere-biased": dict(attention_bias=True, logit_scale=3.0, pad_token_id=2, tie_word_embeddings=False),
     "cohere2": dict(sliding_window=8, layer_types=LAYER_TYPES, logit_scale=0.4, pad_token_id=2),
     "opt": dict(ffn_dim=48, num_key_value_heads=4, pad_token_id=2, tie_word_embeddings=True),
+    "starcoder2": dict(sliding_window=8, pad_token_id=2, tie_word_embeddings=True),
+    "arcee": dict(head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    "apertus": dict(
+        head_dim=12,
+        attention_bias=True,
+        pad_token_id=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
     "phi3-longrope": dict(
         sliding_window=10,
@@ -230,8 +317,9 @@ INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rota
 
 def is_available(family: str) -> bool:
     """Whether transformers is new enough for a family."""
-    needs = DECLARED[family.partition("-")[0]].needs
-    return needs is None or hasattr(core_model_loading, needs)
+    model_type = family.partition("-")[0]
+    needs = DECLARED[model_type].needs
+    return model_type in CONFIG_MAPPING and (needs is None or hasattr(core_model_loading, needs))
 
 
 @torch.no_grad()
@@ -255,6 +343,8 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):  # of a router
             buffer.normal_(0, 0.1)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     for parameter in model.parameters():  # model.to(dtype) would round the buffers of RoPE too
         parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)
@@ -291,7 +381,7 @@ def random_rotations(model: nn.Module, seed: int = 1, down_block: int | None = N
     options, found = dict(keeps_ones=handle.family.layer_norm), []
     for layer in handle.layers:
         down = None if down_block is None else (layer.down_inputs() // down_block, down_block)
-        found.append(random_rotation(handle.hidden_size, handle.heads, generator, down=down, **options))
+        found.append(random_rotation(handle.hidden_size, layer.heads, generator, down=down, **options))
     return found
 
 

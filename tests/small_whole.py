@@ -12,6 +12,9 @@ PIXTRAL |= dict(num_hidden_layers=1, num_attention_heads=2, head_dim=8)
 SIGLIP = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 SIGLIP |= dict(image_size=28, patch_size=14)
 QWEN = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, patch_size=4)
+GEMMA4 = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+GEMMA4 |= dict(num_key_value_heads=2, pooling_kernel_size=2, patch_size=4, position_embedding_size=8)
+UNIFIED = dict(patch_size=4, pooling_kernel_size=1, mm_embed_dim=16, mm_posemb_size=8, output_proj_dims=16)
 #: the token that stands for a part of an image
 IMAGE = 95
 #: model that reads images → its language model in small_models, and the entries of its config
@@ -21,7 +24,22 @@ WHOLE = {
         "gemma3_text",
         dict(vision_config=SIGLIP, mm_tokens_per_image=1, image_token_index=IMAGE, image_token_id=IMAGE),
     ),
+    "gemma4": (
+        "gemma4_text",
+        dict(vision_config=GEMMA4, image_token_id=IMAGE, video_token_id=94, audio_token_id=93),
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        dict(vision_config=UNIFIED, image_token_id=IMAGE, video_token_id=94, audio_token_id=93),
+    ),
     "qwen2_5_vl": ("qwen2", dict(vision_config=QWEN, image_token_id=IMAGE)),
+    "qwen3_vl": (
+        "qwen3",
+        dict(
+            vision_config=QWEN | dict(depth=2, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+            image_token_id=IMAGE,
+        ),
+    ),
     "qwen3_5": (
         "qwen3_5_text",
         dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE),
@@ -33,10 +51,12 @@ def small_whole(model_type: str, **changes: Any) -> Any:
     """A random model that reads images too. changes: of the config of its language model."""
     text_type, entries = WHOLE[model_type]
     text = small_model(text_type).config.to_dict() | changes
-    text.pop("final_logit_softcapping", None)  # Gemma 3 with images has none
-    if model_type == "qwen2_5_vl":
-        text |= {"model_type": "qwen2_5_vl_text"}
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    if model_type == "gemma3":
+        del text["final_logit_softcapping"]  # with images it has none
+    if model_type in ("qwen2_5_vl", "qwen3_vl"):
+        text |= {"model_type": f"{model_type}_text"}
+        sections = [2, 3, 3] if model_type == "qwen3_vl" else [1, 1, 2]  # half of a head
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     tied = bool(text.get("tie_word_embeddings"))
     config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **entries)
     torch.manual_seed(0)
@@ -62,6 +82,17 @@ def image_and_text(model_type: str) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(3)
     if model_type == "gemma3":
         return {"input_ids": tokens, "pixel_values": torch.randn(1, 3, 28, 28, generator=random)}
+    if model_type in ("gemma4", "gemma4_unified"):  # 2 × 2 patches become one token; or one patch is one
+        patches = 4 if model_type == "gemma4" else 1
+        pixels = torch.randn(1, patches, 3 * 4 * 4, generator=random)
+        places = torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]])[:, :patches]
+        kinds = (tokens == IMAGE).int()
+        return {
+            "input_ids": tokens,
+            "pixel_values": pixels,
+            "image_position_ids": places,
+            "mm_token_type_ids": kinds,
+        }
     if model_type == "mistral3":  # it fails on an image of one token
         tokens[0, 6] = IMAGE
         pixels = torch.randn(1, 3, 56, 28, generator=random)

@@ -52,7 +52,7 @@ from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import module_at
 from drot.model.stored import stored_tensors
-from drot.model.whole import PROJECTOR, prepare
+from drot.model.whole import WRITERS, prepare
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_weights
 from drot.sparse.packed import check_packed_tensors
@@ -221,9 +221,8 @@ def _weights_of(path: str | Path, model: Any, headers: Mapping[str, Header], fol
         without_prefix = not any(name.startswith(prefix) for name in headers)
         return DiskWeights(path, headers, lambda name: name.removeprefix(prefix) if without_prefix else name)
     model.drot_whole = Whole(folder, names)
-    weight = headers.get(f"{PROJECTOR}.weight")
-    shape = () if weight is None else weight.shape
-    prepare(model, names, family_of(model.config).layers, shape, bias=f"{PROJECTOR}.bias" in headers)
+    shapes = {name: header.shape for name, header in headers.items()}
+    prepare(model, names, family_of(model.config).layers, shapes)
     return DiskWeights(path, {names.stored(name): each for name, each in headers.items()}, names.stored)
 
 
@@ -241,7 +240,7 @@ def load_whole(path: str | Path, dtype: str | torch.dtype, *, verify: bool) -> "
             weights.read_module(module_at(model, end), end)
     if tied:
         decoder.head.weight = decoder.embedding.weight
-    for name in ("drot_whole", "stored_layers", PROJECTOR):  # a model of text alone from here on
+    for name in ("drot_whole", "stored_layers", WRITERS):  # a model of text alone from here on
         if hasattr(model, name):
             delattr(model, name)
     if is_packed(model):

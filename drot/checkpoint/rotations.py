@@ -96,7 +96,7 @@ def _name_of(dtype: str) -> str:
 
 
 def open_rotations(
-    path: Path, *, hidden_size: int, shape: HeadShape, down_widths: Sequence[int]
+    path: Path, *, hidden_size: int, shapes: Sequence[HeadShape], down_widths: Sequence[int]
 ) -> tuple[RotationsOfLayers, dict[str, Any]]:
     """The rotation of each layer, which is read when it is asked for, and the record saved with them.
 
@@ -104,29 +104,30 @@ def open_rotations(
     the file is missing, broken or damaged, has another shape than this model, or holds a matrix that is not
     orthogonal.
 
+    shapes: the sizes of the attention of each layer.
     down_widths: for each layer the number of inputs of down_proj, of all experts together.
     """
     record = read_record(path)
     block = stored_down_block(path)
     expected = {}
-    for index, down_width in enumerate(down_widths):
+    for index, (shape, down_width) in enumerate(zip(shapes, down_widths, strict=True)):
         expected[f"layers.{index}.r1"] = [hidden_size, hidden_size]
         expected[f"layers.{index}.r2"] = [shape.kv_heads, shape.head_dim, shape.head_dim]
         if block is not None:
             expected[f"layers.{index}.r3"] = [down_width // block, block, block]
     with _opened(path) as handle:
-        shapes = {name: handle.get_slice(name).get_shape() for name in handle.keys()}  # noqa: SIM118
+        found = {name: handle.get_slice(name).get_shape() for name in handle.keys()}  # noqa: SIM118
         for name, size in expected.items():
-            if (got := shapes.get(name)) != size:
+            if (got := found.get(name)) != size:
                 raise UserError(
                     f"{path}: {name} must be {size} for this model, got {got}: use a file of this model"
                 )
-        if len(shapes) != len(expected):
-            held = sum(name.endswith(".r1") for name in shapes)
+        if len(found) != len(expected):
+            held = sum(name.endswith(".r1") for name in found)
             raise UserError(
                 f"{path} holds {held} layers, but this model has {len(down_widths)}: use a file of this model"
             )
-        for name in shapes:
+        for name in found:
             if not (deviation := orthogonality_error(handle.get_tensor(name))) < ORTHOGONALITY_TOLERANCE:
                 raise UserError(
                     f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
@@ -151,8 +152,8 @@ def _read_layer(path: Path, index: int) -> LayerRotation:
 
 
 def load_rotations(
-    path: Path, *, hidden_size: int, shape: HeadShape, down_widths: Sequence[int]
+    path: Path, *, hidden_size: int, shapes: Sequence[HeadShape], down_widths: Sequence[int]
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
     """`open_rotations` with all rotations in memory."""
-    found, record = open_rotations(path, hidden_size=hidden_size, shape=shape, down_widths=down_widths)
+    found, record = open_rotations(path, hidden_size=hidden_size, shapes=shapes, down_widths=down_widths)
     return list(found.values()), record

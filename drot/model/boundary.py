@@ -21,6 +21,7 @@ Cohere's MLP reads what its attention reads: y = r Q + MLP(n(h)), with r as befo
 norm, which is renamed below if either of them holds a rotation.
 
 Granite multiplies the outputs of its attention and of its MLP by a number before it adds them; so does y.
+Gemma 4 multiplies y by a number.
 
 The product r Q does not depend on the MLP. So it can be computed at the same time, or in one operation with
 the MLP's last product (drot/sparse/fused.py).
@@ -124,12 +125,15 @@ class RotatedLayer(Mixin):
         for norm in cls.renamed:
             setattr(cls, norm, _at(NORM_PREFIX + norm))
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """hidden_states h [batch, length, d] -> what the stock forward returns."""
+    def forward(self, hidden_states: Tensor, *args: None, **kwargs: Any) -> Any:
+        """hidden_states h [batch, length, d] -> what the stock forward returns.
+
+        args: what Gemma 4 gives its layers of embeddings that drot does not support, which is None.
+        """
         if self.boundary_place in (None, "input"):
             if self.boundary_place == "input":
                 hidden_states = self.residual_rotation(hidden_states)
-            return super().forward(hidden_states, **kwargs)  # type: ignore[misc]
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         family = self.family
         read = self._read(hidden_states, 0)
         if family.linear_attention:
@@ -146,7 +150,9 @@ class RotatedLayer(Mixin):
         if isinstance(out, tuple):  # gpt-oss returns the scores of the router too
             out = out[0]
         if self.boundary_place == "inside":
-            return residual + self._added(out, 1)
+            output = residual + self._added(out, 1)
+            multiplier = family.output_multiplier
+            return output if multiplier is None else output * getattr(self, multiplier)
         if isinstance(self.residual_rotation, RotateAndAdd):
             return self.residual_rotation(residual, out)
         return self.residual_rotation(residual) + self._added(out, 1)

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from drot.model.family import Family
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.linear import copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.sizes import head_shape, widths_of
-from drot.model.whole import PROJECTOR
+from drot.model.whole import WRITERS
 
 
 class DecoderModel:
@@ -26,13 +26,13 @@ class DecoderModel:
     weights: where the weights of `model` are read from if it lies on the device `meta`; None for a model that
         has them.
     model: the Hugging Face model. family: the declaration of its parts; each layer has its own.
-    heads, widths: the sizes of its attention and of its linears.
+    widths: the sizes of the linears of its first layer; those of the attention may differ in other layers.
     """
 
     def __init__(self, model: Any, *, route_all: bool = False, weights: Weights | None = None) -> None:
         self.model, self.config, self._weights = model, model.config, weights
-        self.family, self.heads = family_of(model.config), head_shape(model.config)
-        self.widths = widths_of(model.config)
+        self.family = family_of(model.config)
+        self.widths = widths_of(model.config, 0)
         modules = self.layer_modules
         families = layer_families(model.config, len(modules))
         self.layers = [
@@ -40,8 +40,8 @@ class DecoderModel:
                 layer,
                 index,
                 family,
-                self.heads,
-                self.widths,
+                head_shape(model.config, index),
+                widths_of(model.config, index),
                 route_all=route_all,
                 weights=weights,
                 stored=getattr(model, "stored_layers", None),
@@ -250,13 +250,24 @@ class DecoderModel:
         setattr(place, name, module)
         return before
 
+    @property
+    def image_writers(self) -> Sequence[nn.Module]:
+        """The linears that write images into the stream: in front of the first layer, behind it, and so on.
+
+        There are none in a model of text, and none that must be rotated where the stream keeps its basis.
+        """
+        return getattr(self.model, WRITERS, ())
+
     @torch.no_grad()
-    def rotate_ends(self, first_r1: Tensor, last_r1: Tensor, device: torch.device) -> bool:
+    def rotate_ends(
+        self, first_r1: Tensor, last_r1: Tensor, device: torch.device, behind: Iterable[Tensor] = ()
+    ) -> bool:
         """Merges R1 [d, d] of the first layer into the embeddings and of the last into lm_head, in place.
 
         In a model that reads images too, the linear that writes them into the stream gets the first R1 too.
 
         device: where the products are computed, in fp64.
+        behind: R1 of the stream behind layer 0, 1 and so on, for the linears that write images there.
 
         Returns whether lm_head was tied to the embedding. Tied weights are untied, also in the model's
         config, because embedding and lm_head become different matrices.
@@ -269,11 +280,12 @@ class DecoderModel:
         rotate_head(self.final_norm, head, self.family, last_r1, device)
         for path in self.family.embeddings:
             rotate_rows(module_at(self.model, path).weight, first_r1, device)
-        if hasattr(self.model, PROJECTOR):
+        r1s = (first_r1, *behind) if self.image_writers else ()
+        for index, (writer, r1) in enumerate(zip(self.image_writers, r1s, strict=True)):
             assert self._weights is not None
-            self._weights.read_module(self.model.projector, PROJECTOR)
-            for parameter in self.model.projector.parameters():  # [d, inputs], and [d] of a bias
-                rotate_rows(parameter.view(len(parameter), -1).mT, first_r1, device)
+            self._weights.read_module(writer, f"{WRITERS}.{index}")
+            for parameter in writer.parameters():  # [d, inputs], and [d] of a bias
+                rotate_rows(parameter.view(len(parameter), -1).mT, r1, device)
         return tied
 
     def zero_share(self) -> float:
@@ -350,6 +362,6 @@ class _Recorder(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_layer"][0], name)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: None, **kwargs: Any) -> Tensor:
         self.hidden_states, self.kwargs = hidden_states, kwargs
         return hidden_states

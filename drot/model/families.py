@@ -11,76 +11,20 @@ from importlib import import_module
 from typing import Any
 
 from drot.core.errors import UserError
+from drot.model.dense import (
+    COHERE,
+    GEMMA4,
+    LLAMA,
+    OPT,
+    POST_NORM,
+    SANDWICH,
+    inside,
+    with_norms,
+    without_gate,
+)
 from drot.model.family import Family, InputGroup, LinearSpec
 from drot.model.sizes import Width, experts_of, layer_kind, widths_of
 
-#: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
-#: the factor of the queries by their position in Ministral 3, act on the outputs of q_proj and k_proj, which
-#: are not rotated.
-LLAMA = Family(
-    models="LLaMA 1–3",
-    attention="self_attn",
-    mlp="mlp",
-    untouched=("self_attn.q_norm", "self_attn.k_norm"),
-    groups=(
-        InputGroup(
-            name="attention",
-            norm="input_layernorm",
-            linears=(
-                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
-                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
-                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
-            ),
-        ),
-        InputGroup(
-            name="o",
-            linears=(LinearSpec("self_attn.o_proj", ("hidden", "query"), input="r2", output="r1"),),
-        ),
-        InputGroup(
-            name="mlp",
-            norm="post_attention_layernorm",
-            linears=(
-                LinearSpec("mlp.gate_proj", ("mlp", "hidden"), input="r1"),
-                LinearSpec("mlp.up_proj", ("mlp", "hidden"), input="r1"),
-            ),
-        ),
-        InputGroup(
-            name="down",
-            linears=(LinearSpec("mlp.down_proj", ("hidden", "mlp"), input="r3", output="r1"),),
-        ),
-    ),
-)
-
-
-def _inside(family: Family) -> Family:
-    """The family whose stream nothing rotates: R1 acts on the inputs of attention and MLP alone."""
-
-    def unrotated(linear: LinearSpec) -> LinearSpec:
-        return replace(linear, output=None) if linear.output == "r1" else linear
-
-    groups = (replace(group, linears=tuple(map(unrotated, group.linears))) for group in family.groups)
-    return replace(family, groups=tuple(groups))
-
-
-def _with_norms(family: Family, attention: str | None, mlp: str | None) -> Family:
-    """The family with other norms in front of its attention and its MLP."""
-    norms = {"attention": attention, "mlp": mlp}
-    groups = (replace(group, norm=norms.get(group.name)) for group in family.groups)
-    return replace(family, groups=tuple(groups))
-
-
-#: Norms behind attention and MLP, and none in front of them. The weight of such a norm acts between a block
-#: and the stream, where no rotation passes it.
-POST_NORM = replace(
-    _with_norms(_inside(LLAMA), None, None),
-    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-)
-#: Norms on both sides of attention and MLP.
-SANDWICH = replace(
-    _with_norms(_inside(LLAMA), "input_layernorm", "pre_feedforward_layernorm"),
-    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    logits_cap="final_logit_softcapping",
-)
 #: Experts in place of the MLP. Each has its own blocks of R3.
 MIXTURE = replace(
     LLAMA,
@@ -114,49 +58,6 @@ MIXTURE = replace(
         ("down_proj", "mlp.experts.{}.down_proj.weight"),
     ),
     router_file="mlp.gate.weight",
-)
-
-
-#: LayerNorms with a shift, an MLP without gate that is no module of its own, learned positions, and heads
-#: that share no keys. Its activation fixes the order of fc2's inputs but for permutations.
-OPT = Family(
-    models="OPT",
-    layer_norm=True,
-    attention="self_attn",
-    mlp_front=("fc1", "activation_fn"),
-    mlp="fc2",
-    residual_dropout="dropout",
-    layers="model.decoder.layers",
-    embedding="model.decoder.embed_tokens",
-    positions="model.decoder.embed_positions",
-    final_norm="model.decoder.final_layer_norm",
-    required=(
-        ("do_layer_norm_before", True),
-        ("_remove_final_layer_norm", False),
-        ("layer_norm_elementwise_affine", True),
-        ("enable_bias", True),
-    ),
-    groups=(
-        InputGroup(
-            name="attention",
-            norm="self_attn_layer_norm",
-            linears=(
-                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
-                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
-                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
-            ),
-        ),
-        InputGroup(
-            name="o",
-            linears=(LinearSpec("self_attn.out_proj", ("hidden", "query"), input="r2", output="r1"),),
-        ),
-        InputGroup(
-            name="mlp",
-            norm="final_layer_norm",
-            linears=(LinearSpec("fc1", ("mlp", "hidden"), input="r1"),),
-        ),
-        InputGroup(name="down", linears=(LinearSpec("fc2", ("hidden", "mlp"), output="r1"),)),
-    ),
 )
 
 
@@ -269,6 +170,13 @@ FAMILIES = {
     "qwen2": replace(LLAMA, models="Qwen2, Qwen2.5"),
     "qwen3": replace(LLAMA, models="Qwen3"),
     "smollm3": replace(LLAMA, models="SmolLM3"),
+    "ernie4_5": replace(LLAMA, models="ERNIE 4.5"),
+    "hunyuan_v1_dense": replace(
+        LLAMA, models="Hunyuan", untouched=("self_attn.query_layernorm", "self_attn.key_layernorm")
+    ),
+    "cwm": replace(LLAMA, models="Code World Model"),
+    # its multiplier of the embedding commutes with rotations
+    "gemma": replace(LLAMA, models="Gemma 1", norm_offset=1.0),
     "seed_oss": replace(LLAMA, models="Seed-OSS", mlp_dropout="residual_dropout"),
     # its multipliers of the embedding, of the attention's scores and of the logits commute with rotations
     "granite": replace(
@@ -282,8 +190,13 @@ FAMILIES = {
         activation="activation_fn",
         residual_dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
     ),
+    "glm": replace(
+        LLAMA.with_fused("mlp.gate_up_proj", ("gate_proj", "up_proj")),
+        models="GLM-4-9B, GLM-Edge",
+        activation="activation_fn",
+    ),
     "glm4": replace(
-        _inside(LLAMA).with_fused("mlp.gate_up_proj", ("gate_proj", "up_proj")),
+        inside(LLAMA).with_fused("mlp.gate_up_proj", ("gate_proj", "up_proj")),
         models="GLM-4",
         activation="activation_fn",
         post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -293,14 +206,23 @@ FAMILIES = {
     "exaone4": replace(POST_NORM, models="EXAONE 4"),
     "gemma2": replace(SANDWICH, models="Gemma 2"),
     "gemma3_text": replace(SANDWICH, models="Gemma 3"),
-    "cohere2": replace(
-        _with_norms(LLAMA, "input_layernorm", "input_layernorm"),
-        models="Command R7B, Command A",
-        layer_norm=True,
-        parallel=True,
-        logits_multiplier="logit_scale",
-    ),
+    "gemma4_text": replace(GEMMA4, models="Gemma 4 31B"),
+    "gemma4_unified_text": replace(GEMMA4, models="Gemma 4 12B"),
+    "cohere": replace(COHERE, models="Command R, Command R+, Aya Expanse"),
+    "cohere2": replace(COHERE, models="Command R7B, Command A"),
     "opt": OPT,
+    "starcoder2": replace(
+        without_gate(LLAMA, "mlp.c_fc", "mlp.c_proj"),
+        models="StarCoder2",
+        layer_norm=True,
+        required=(("use_bias", True),),
+    ),
+    "arcee": replace(without_gate(LLAMA), models="AFM-4.5B"),
+    "apertus": replace(
+        with_norms(without_gate(LLAMA), "attention_layernorm", "feedforward_layernorm"),
+        models="Apertus",
+        untouched=(*LLAMA.untouched, "mlp.act_fn"),
+    ),
     "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
     "qwen2_moe": replace(
         with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"), models="Qwen2 MoE"
@@ -334,6 +256,13 @@ FAMILIES = {
         latent(with_shared_experts(MIXTURE, "mlp.shared_experts")),
         models="DeepSeek-V3, DeepSeek-R1",
         needs="PrefixChange",  # an older transformers loads the bias of the router in another dtype
+    ),
+    "youtu": replace(latent(LLAMA), models="Youtu-LLM"),
+    "minicpm3": replace(
+        latent(LLAMA),
+        models="MiniCPM3",
+        residual_multiplier="residual_scale",
+        logits_divisor="logits_scaling",
     ),
     "gpt_oss": replace(
         MIXTURE.with_transposed_experts(),
@@ -402,11 +331,21 @@ def linear_names(config: Any) -> Iterator[tuple[str, LinearSpec]]:
             yield family.full_name(index, linear), linear
 
 
+def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
+    """The full name and the shape (out, in) of each linear of a model with `config`."""
+    found = {}
+    for index, family in enumerate(layer_families(config, config.num_hidden_layers)):
+        widths = widths_of(config, index)
+        for linear in family.linears:
+            outputs, inputs = linear.shape
+            found[family.full_name(index, linear)] = widths[outputs], widths[inputs]
+    return found
+
+
 def down_widths(config: Any) -> list[int]:
     """The numbers of inputs of the linears that R3 rotates in a model with `config`, each number once."""
-    widths = widths_of(config)
-    specs = (spec for _, spec in linear_names(config) if spec.input == "r3")
-    return list(dict.fromkeys(widths[spec.shape[1]] for spec in specs))
+    shapes = linear_shapes(config)
+    return list(dict.fromkeys(shapes[name][1] for name, spec in linear_names(config) if spec.input == "r3"))
 
 
 @functools.cache

@@ -126,6 +126,8 @@ class Family:
     mlp_dropout: the attribute of the MLP with the probability of the dropout of its outputs.
     residual_multiplier: the attribute of a layer with the number by which it multiplies the output of each
         block before it adds it; None if it only adds.
+    output_multiplier: the attribute of a layer with the number by which it multiplies its output, behind
+        `post_norms`; None if it does not.
     post_norms: the norms of the outputs of the attention and of the MLP, which the layer then adds.
     norm_offset: what the norms add to their weight before they multiply by it.
     layer_norm: whether the norms subtract the mean, so that only an R1 with R1 1 = 1 commutes with them.
@@ -165,6 +167,7 @@ class Family:
     gated: str | None = None
     mlp_dropout: str | None = None
     residual_multiplier: str | None = None
+    output_multiplier: str | None = None
     post_norms: tuple[str, str] | None = None
     norm_offset: float = 0.0
     layer_norm: bool = False

@@ -34,8 +34,8 @@ Width = Literal[
     "mla_value",
 ]
 #: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
-#: attention.
-LayerKind = Literal["", "dense", "linear", "linear dense"]
+#: attention, `keys` an attention whose keys are its values too.
+LayerKind = Literal["", "dense", "linear", "linear dense", "keys"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,13 @@ def experts_of(config: Any) -> int:
 def layer_kind(config: Any, index: int) -> LayerKind:
     """The kind of decoder layer `index`."""
     types = getattr(config, "layer_types", None)
-    kind = "linear " * bool(types and types[index] == "linear_attention") + "dense" * _is_dense(config, index)
-    return cast(LayerKind, kind.strip())
+    attention = types[index] if types else ""
+    found = {
+        "linear": attention == "linear_attention",
+        "keys": attention == "full_attention" and bool(getattr(config, "attention_k_eq_v", False)),
+        "dense": _is_dense(config, index),
+    }
+    return cast(LayerKind, " ".join(kind for kind, holds in found.items() if holds))
 
 
 def _is_dense(config: Any, index: int) -> bool:
@@ -81,8 +86,10 @@ def routed_share(config: Any) -> float:
     return config.num_experts_per_tok / experts if experts else 1.0
 
 
-def head_shape(config: Any) -> HeadShape:
-    """The attention sizes in a model's `config`."""
+def head_shape(config: Any, index: int) -> HeadShape:
+    """The attention sizes of decoder layer `index` in a model's `config`."""
+    if (of_layers := getattr(config, "per_layer_config", None)) is not None:
+        config = of_layers[index]
     heads = config.num_attention_heads
     return HeadShape(
         heads=heads,
@@ -97,9 +104,9 @@ def mlp_width(config: Any) -> int:
     return int(next(width for name in names if (width := getattr(config, name, None)) is not None))
 
 
-def widths_of(config: Any) -> dict[Width, int]:
-    """The sizes that a model's `config` gives to the widths of linears."""
-    shape = head_shape(config)
+def widths_of(config: Any, index: int) -> dict[Width, int]:
+    """The sizes that a model's `config` gives to the widths of the linears of decoder layer `index`."""
+    shape = head_shape(config, index)
     expert = getattr(config, "moe_intermediate_size", None) or mlp_width(config)
     shared = getattr(config, "shared_expert_intermediate_size", None)
     key, value = (

@@ -1,11 +1,13 @@
 """Models that read images too, whose language model is of a family that drot prunes.
 
-drot opens and prunes their language model alone. Where R1 rotates its residual stream, the linear that writes
-images into the stream takes R1 too: images come in as the embedding of a token does.
+drot opens and prunes their language model alone. Where R1 rotates its residual stream, the linears that write
+images into the stream take R1 too: images come in as the embedding of a token does. Qwen3-VL adds images to
+the stream behind its first layers too (DeepStack).
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,11 @@ from drot.model.families import FAMILIES
 #: `model_type` of a model that reads images too → published models
 WHOLE_MODELS = {
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4 31B",
+    "gemma4_unified": "Gemma 4 12B",
     "mistral3": "Ministral 3, Mistral Small 3",
     "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
     "qwen3_5": "Qwen3.5",
 }
 #: what their files have in front of the language model's tensors, where its own files have `model.` → what
@@ -29,23 +34,29 @@ BODIES = {
     "model.language_model.": "",
     "model.": "",
 }
-#: the linear that writes images into the residual stream
+#: the linear that writes images into the residual stream in front of the first layer
 PROJECTORS = ("multi_modal_projector.linear_2.", "visual.merger.mlp.2.", "visual.merger.linear_fc2.")
-#: the name of this linear in a language model that drot opens to prune it
-PROJECTOR = "projector"
+#: the linears that write them behind layer 0, 1 and so on, with the number of the layer
+LATER_PROJECTORS = re.compile(r"(.*visual\.deepstack_merger_list\.(\d+)\.linear_fc2\.)weight")
+#: the name of the list of these linears in a language model that drot opens to prune it
+WRITERS = "image_writers"
+#: type of the language model of a whole model → the model that computes the same for text, where the three
+#: positions of a token are the same
+TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
 @dataclass(frozen=True)
 class StoredNames:
     """What the files of a model that reads images too have in front of names.
 
-    body: for `model.`. head: for `lm_head.`. projector: for `projector.`; None where the stream keeps its
+    body: for `model.`. head: for `lm_head.`. writers: for `image_writers.0.`, which writes in front of the
+        first layer, `image_writers.1.`, which writes behind it, and so on; none where the stream keeps its
         basis.
     """
 
     body: str
     head: str
-    projector: str | None
+    writers: tuple[str, ...]
 
     def stored(self, name: str) -> str:
         """The name in the files of a tensor of the language model."""
@@ -65,24 +76,27 @@ class StoredNames:
     def is_text(self, stored: str) -> bool:
         """Whether a tensor of the files is of the language model alone."""
         own = self.own(stored)
-        return own is not None and not own.startswith(f"{PROJECTOR}.")
+        return own is not None and not own.startswith(f"{WRITERS}.")
 
     @property
     def _prefixes(self) -> list[tuple[str, str]]:
         found = [("model.", self.body), ("lm_head.", self.head)]
-        return found if self.projector is None else [*found, (f"{PROJECTOR}.", self.projector)]
+        return [*found, *((f"{WRITERS}.{index}.", prefix) for index, prefix in enumerate(self.writers))]
 
 
-def prepare(model: Any, names: StoredNames, layers: str, shape: Sequence[int], *, bias: bool) -> None:
+def prepare(model: Any, names: StoredNames, layers: str, shapes: Mapping[str, Iterable[int]]) -> None:
     """Gives an empty language model what `DecoderModel` needs to prune it in a model that reads images too.
 
-    layers: the path of its decoder layers. shape: of the weight [d, inputs] of the projector, if it is
-        rotated. bias: whether the projector has one.
+    layers: the path of its decoder layers. shapes: of the tensors, by the names of the language model.
     """
     model.stored_layers = names.stored(f"{layers}.").removesuffix(".")
-    if names.projector is not None:
-        outputs, inputs = shape
-        model.projector = nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=model.dtype)
+    writers = []
+    for index in range(len(names.writers)):
+        outputs, inputs = shapes[f"{WRITERS}.{index}.weight"]
+        bias = f"{WRITERS}.{index}.bias" in shapes
+        writers.append(nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=model.dtype))
+    if writers:
+        setattr(model, WRITERS, nn.ModuleList(writers))
 
 
 def stored_names(names: Iterable[str], model_type: str) -> StoredNames:
@@ -97,33 +111,33 @@ def stored_names(names: Iterable[str], model_type: str) -> StoredNames:
     projectors = {
         name.removesuffix("weight") for name in names for each in PROJECTORS if f"{each}weight" in name
     }
-    projector = None
+    writers: list[str] = []
     if FAMILIES[model_type].rotates_stream:
         if len(projectors) != 1:
             raise UserError(
                 f"the files must hold one of {', '.join(each + 'weight' for each in PROJECTORS)}, which "
                 f"writes images into the residual stream, got {len(projectors)}: copy the model again"
             )
-        (projector,) = projectors
-    return StoredNames(body, f"{BODIES[body]}lm_head.", projector)
+        later = sorted((int(found[2]), found[1]) for name in names if (found := LATER_PROJECTORS.match(name)))
+        writers = [*projectors, *(prefix for _, prefix in later)]
+    return StoredNames(body, f"{BODIES[body]}lm_head.", tuple(writers))
 
 
 def language_config(whole: Any) -> Any:
     """The config of the language model of a model with config `whole`, as a causal language model.
 
     Of a model that reads text alone, and of another that drot does not know, it is `whole` itself.
-
-    The language model of Qwen2.5-VL is a Qwen2 for text: its three positions of a token are then the same.
     """
     if whole.model_type not in WHOLE_MODELS:
         return whole
     text = copy.deepcopy(whole.get_text_config())
-    if text.model_type == "qwen2_5_vl_text":
-        from transformers import Qwen2Config
+    if text.model_type in TEXT_TYPES:
+        from transformers import AutoConfig
 
         entries = {name: value for name, value in text.to_dict().items() if name != "model_type"}
-        rope = {name: value for name, value in text.rope_parameters.items() if name != "mrope_section"}
-        text = Qwen2Config(**entries | {"rope_parameters": rope | {"rope_type": "default"}})
+        rope = {name: each for name, each in text.rope_parameters.items() if not name.startswith("mrope_")}
+        entries["rope_parameters"] = rope | {"rope_type": "default"}
+        text = AutoConfig.for_model(TEXT_TYPES[text.model_type], **entries)
     text.tie_word_embeddings = whole.tie_word_embeddings
     text.dtype = whole.dtype if whole.dtype is not None else text.dtype
     if (entry := getattr(whole, "quantization_config", None)) is not None:

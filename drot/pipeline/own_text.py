@@ -186,8 +186,8 @@ def _batch(model: "PreTrainedModel", seqlen: int) -> int:
     if not is_gpu(model.device):
         return BATCH
     config = model.config.get_text_config()
-    heads, itemsize = head_shape(config), model.dtype.itemsize
-    cache = 2 * config.num_hidden_layers * heads.kv_heads * heads.head_dim * itemsize * seqlen
+    heads = [head_shape(config, index) for index in range(config.num_hidden_layers)]
+    cache = 2 * sum(each.kv_heads * each.head_dim for each in heads) * model.dtype.itemsize * seqlen
     probabilities = 4 * 4 * config.vocab_size  # of one token: logits, sorted or not, in fp32
     room = total_memory(model.device) - sum(parameter.nbytes for parameter in model.parameters())
     most = int(max(1, CACHE_SHARE * room // (cache + probabilities)))

@@ -62,7 +62,7 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
     rotations, record = open_rotations(
         path,
         hidden_size=run.model.hidden_size,
-        shape=run.model.heads,
+        shapes=[layer.heads for layer in run.model.layers],
         down_widths=[layer.down_inputs() for layer in run.model.layers],
     )
     shared, pairs = run.recipe.rotation.mode == "shared", itertools.pairwise(stored_r1s(path))

@@ -174,6 +174,8 @@ class PruningRun:
         if not run.rotates_stream:
             return
         first, last = rotations[0].r1, rotations[run.bases.layers - 1].r1
-        self.untied = run.model.rotate_ends(first, last, run.device)
+        layers = range(len(run.model.image_writers) - 1)
+        behind = (rotations[run.bases.writes_in(index)].r1 for index in layers)
+        self.untied = run.model.rotate_ends(first, last, run.device, behind)
         if run.bases.place is None:  # the model keeps its stock architecture
             assert torch.equal(first, last)

@@ -1,6 +1,7 @@
 """The sizes of a model and of its calibration, from which the needs of a run follow."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ from drot.model.sizes import HeadShape, routed_share
 class Sizes:
     """The sizes of a model and of its calibration.
 
-    groups: the input groups that occur in some layer.
-    shapes: name of a linear → its (out, in), which is the same in all layers that have the linear.
+    groups: the input groups that occur in some layer. If groups of several layers share a linear, the one
+        with the most linears stands for all.
+    shapes: name of a linear → its (out, in) in the layer where it has the most numbers.
     names: for each layer, name of a linear → its full name.
     layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
         model without its layers.
@@ -88,19 +90,23 @@ class Sizes:
 def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
     """The sizes of a model, which may lie on the device `meta`."""
     head = model.head.weight
+    shapes: dict[str, tuple[int, int]] = {}
+    groups: dict[str, InputGroup] = {}
+    for layer in model.layers:
+        for group in layer.groups:
+            first = group.linears[0].name
+            groups[first] = max(groups.get(first, group), group, key=lambda one: len(one.linears))
+        for name, linear in layer.linears.items():
+            shapes[name] = max(shapes.get(name, (0, 0)), layer.shape_of(linear.spec), key=math.prod)
     of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
     weights = sum(parameter.numel() for parameter in model.model.parameters())
     return Sizes(
-        groups=list(dict.fromkeys(group for layer in model.layers for group in layer.groups)),
-        shapes={
-            name: layer.shape_of(linear.spec)
-            for layer in model.layers
-            for name, linear in layer.linears.items()
-        },
+        groups=list(groups.values()),
+        shapes=shapes,
         names=[
             {name: linear.full_name for name, linear in of_layer.linears.items()} for of_layer in model.layers
         ],
-        heads=model.heads,
+        heads=max((layer.heads for layer in model.layers), key=lambda heads: heads.heads * heads.head_dim),
         layer_weights=max(of_layers),
         weights=weights,
         outside=weights - sum(of_layers),

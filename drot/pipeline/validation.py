@@ -13,8 +13,8 @@ from drot.checkpoint.quantization_config import (
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
-from drot.model.families import down_widths, family_of, linear_names
-from drot.model.sizes import check_down_block, experts_of, positions_of, widths_of
+from drot.model.families import down_widths, family_of, linear_names, linear_shapes
+from drot.model.sizes import check_down_block, experts_of, positions_of
 from drot.sparse.packed import dense_linears
 
 #: width of a linear's inputs → what it is in a model's config
@@ -80,8 +80,7 @@ def check_recipe(
 
 def _check_ranks(config: Any, recipe: ResolvedRecipe, ranks: Ranks) -> None:
     """Raises UserError if a rank would have no sequence, or no row of a linear."""
-    widths = widths_of(config)
-    rows = min(widths[spec.shape[0]] for _, spec in linear_names(config))
+    rows = min(outputs for outputs, _ in linear_shapes(config).values())
     if ranks.size > rows:
         raise UserError(f"at most {rows} ranks can share a linear of {rows} rows, got {ranks.size}")
     if recipe.reads_calibration:
@@ -108,7 +107,7 @@ def down_width(config: Any, pruning: PruningConfig) -> int:
 
 def _check_patterns(config: Any, pruning: PruningConfig) -> None:
     """Raises UserError for a pattern that matches no linear, and for n:m that does not divide its inputs."""
-    names, widths = dict(linear_names(config)), widths_of(config)
+    names, shapes = dict(linear_names(config)), linear_shapes(config)
     patterns = [("keep", pattern) for pattern in pruning.keep]
     for field, pattern in patterns + [("sparsity_of", pattern) for pattern, _ in pruning.sparsity_of]:
         if not any(matches(pattern, name) for name in names):
@@ -119,7 +118,7 @@ def _check_patterns(config: Any, pruning: PruningConfig) -> None:
                 f"{names[first].name} match"
             )
     for name, linear in names.items():
-        sparsity, size = pruning.sparsity_for(name), widths[linear.shape[1]]
+        sparsity, size = pruning.sparsity_for(name), shapes[name][1]
         if sparsity.structured and size % sparsity.m:
             raise UserError(
                 f"{sparsity} of {name} needs dimensions that are multiples of {sparsity.m}; this model's "

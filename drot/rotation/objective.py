@@ -104,8 +104,8 @@ class LayerObjective:
             if group.input == "r2":
                 self.r2_metric = of_groups[0].rounded(product_dtype)
             if group.input in (None, "r3"):
-                ends_attention = group.input is None and group is attention_end
-                left = ends_attention or group.linears[0].output == "r1"
+                left = group.linears[0].output == "r1"
+                ends_attention = left and group.input is None and group is attention_end
                 r3 = side_by_side(of_groups, product_dtype) if is_rotated(group, down_block) else None
                 for place, part, of_part in zip(places, parts, factors, strict=True):
                     sparsity_of = self.sparsity[group.linears[place].name]

@@ -25,7 +25,7 @@ def rotations(count=2, d=8, r3=True):
 
 
 def load(path, layers=2, d=8, down_width=6):
-    return load_rotations(path, hidden_size=d, shape=SHAPE, down_widths=[down_width] * layers)
+    return load_rotations(path, hidden_size=d, shapes=[SHAPE] * layers, down_widths=[down_width] * layers)
 
 
 @pytest.mark.parametrize("r3", [True, False])

@@ -64,12 +64,20 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
     before, after = raw(source), raw(tmp_path / "out")
     rotated = {name for name in beside(before) if before[name] != after[name]}
     writes = {name for name in before if any(part in name for part in PROJECTORS)}
+    writes |= {name for name in before if "deepstack_merger_list" in name and "linear_fc2" in name}
     assert rotated == (writes if mode != "none" and FAMILIES[WHOLE[model_type][0]].rotates_stream else set())
     config = json.loads((source / "config.json").read_text())
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert found["vision_config"] == config["vision_config"]
     assert found["model_type"] == (model_type if mode != "layer" else "drot")
     assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"size": 28}\n'
+
+
+@pytest.mark.parametrize("boundary", ["input", "residual"])
+def test_images_behind_layers_come_in_the_basis_of_their_place(boundary, tmp_path):
+    source, inputs = save_small_whole(tmp_path / "source", "qwen3_vl"), image_and_text("qwen3_vl")
+    prune(source, one_shot(boundary=boundary, **NOTHING), out=tmp_path / "out")
+    assert relative_error(logits(tmp_path / "out", inputs), logits(source, inputs)) < 1e-5
 
 
 @pytest.mark.parametrize("model_type", TYPES)

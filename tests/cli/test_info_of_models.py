@@ -49,8 +49,7 @@ def test_a_known_family(family, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model_type", "facts"),
     [
-        ("gemma", "cannot place nothing: compare the forward passes lacks nothing"),
-        ("cohere", "cannot place nothing: compare the forward passes lacks nothing"),
+        ("helium", "cannot place nothing: compare the forward passes lacks nothing"),
         ("olmoe", "cannot place nothing: compare the forward passes lacks nothing"),
         ("gpt2", "cannot place ln_1 (LayerNorm), attn.c_attn (Conv1D), attn.c_proj (Conv1D)"),
     ],
@@ -59,7 +58,7 @@ def test_an_unknown_family(model_type, facts, tmp_path, capsys):
     """The modules with weights that the nearest declaration lacks, and those that it has in addition."""
     text = shown(capsys, with_config(tmp_path, model_type, num_hidden_layers=2))
     assert "supported no" in text and "docs/architectures.md" in text
-    nearest = {"olmoe": "qwen3_moe", "cohere": "cohere2"}
+    nearest = {"olmoe": "qwen3_moe"}
     assert f"nearest family {nearest.get(model_type, 'llama')}" in text
     assert facts in text
 
@@ -72,8 +71,8 @@ def test_a_model_that_reads_images_too(tmp_path, capsys):
 
 
 def test_prune_names_the_command(tmp_path, capsys):
-    line = refused(capsys, "prune", str(with_config(tmp_path, "gemma")), "--out", str(tmp_path / "out"))
-    assert "model type 'gemma' is not supported" in line and "drot info MODEL" in line
+    line = refused(capsys, "prune", str(with_config(tmp_path, "helium")), "--out", str(tmp_path / "out"))
+    assert "model type 'helium' is not supported" in line and "drot info MODEL" in line
     assert all(name.partition("-")[0] in line for name in FAMILIES)
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
-from drot.model.families import FAMILIES, LLAMA, linear_names
+from drot.model.dense import LLAMA
+from drot.model.families import FAMILIES, linear_names
 from drot.model.rotation import LayerRotation
 from drot.model.sizes import Width
 

@@ -1,7 +1,5 @@
 """Rotations change no outputs of any model: property tests over random architectures."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -21,18 +19,20 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.25}
 def compute_norms_in_fp64(model):
     """transformers computes every norm of its own in fp32, also in an fp64 model."""
     for module in model.modules():
-        if type(module).__name__ == "Cohere2LayerNorm":
-            shape, eps = module.weight.shape, module.variance_epsilon
-            module.forward = partial(
-                nn.functional.layer_norm, normalized_shape=shape, weight=module.weight, eps=eps
-            )
+        if type(module).__name__ in ("CohereLayerNorm", "Cohere2LayerNorm"):
+
+            def normalised(x, weight=module.weight, eps=module.variance_epsilon):
+                return weight * nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
+
+            module.forward = normalised
         if type(module).__name__.endswith("RMSNorm"):
             eps, offset = getattr(module, "variance_epsilon", None), 0.0
             if eps is None:  # Gemma's and Qwen3.5's
-                eps, offset = module.eps, 1.0
+                eps, offset = module.eps, 0.0 if type(module).__name__.startswith("Gemma4") else 1.0
+            weight = getattr(module, "weight", torch.ones(()))  # that of Gemma 4's values has none
 
             # the sum is made at each call, as the rotation changes the weight
-            def forward(x, weight=module.weight, offset=offset, eps=eps):
+            def forward(x, weight=weight, offset=offset, eps=eps):
                 return (offset + weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
             module.forward = forward
@@ -45,7 +45,9 @@ def rotations_of(model, mode, seed, block_sizes):
     if block_sizes:
         for index, rotation in enumerate(rotations):
             options = dict(keeps_ones=handle.family.layer_norm)
-            drawn = [random_rotation(n, handle.heads, generator, **options).r1 for n in block_sizes]
+            drawn = [
+                random_rotation(n, handle.layers[index].heads, generator, **options).r1 for n in block_sizes
+            ]
             rotations[index] = LayerRotation(torch.block_diag(*drawn), rotation.r2)
     if mode == "shared":
         rotations = [LayerRotation(rotations[0].r1, rotation.r2) for rotation in rotations]

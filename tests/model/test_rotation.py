@@ -41,9 +41,10 @@ def check_model(model, place="input"):
 @pytest.mark.parametrize(("place", "down_block"), [("input", None), ("input", 16), ("residual", 16)])
 @pytest.mark.parametrize("family", WITHOUT_EXPERTS)
 def test_logits_do_not_change_in_fp64(family, place, down_block):
-    """The weights are fp64, but transformers' RMSNorm computes in fp32, and so does its linear attention."""
+    """The weights are fp64, but transformers' RMSNorm computes in fp32, also that of Gemma 4's values,
+    and so does its linear attention."""
     model = small_model(family, dtype=torch.float64)
-    tolerance = 1e-5 if family == "qwen3_5_text" else 1e-6
+    tolerance = 1e-5 if family.startswith(("qwen3_5_text", "gemma4")) else 1e-6
     tokens = random_tokens(2, 40)
     before, tied = model(tokens).logits, model.config.tie_word_embeddings
     rotate_model(model, random_rotations(model, down_block=down_block), place)
@@ -218,6 +219,23 @@ def test_a_kind_of_opt_that_no_rotation_fits_is_refused():
     model.model.decoder.final_layer_norm.weight[3] = 0
     with pytest.raises(UserError, match=r"final_layer_norm.weight must hold no zero"):
         DecoderModel(model).check()
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "wanted"),
+    [
+        ("hidden_size_per_layer_input", 8, 0),
+        ("num_kv_shared_layers", 1, 0),
+        ("enable_moe_block", True, False),
+    ],
+)
+def test_a_kind_of_gemma_4_that_drot_lacks_is_refused(entry, value, wanted):
+    model = small_model("gemma4_text")
+    setattr(model.config, entry, value)
+    with pytest.raises(
+        UserError, match=f"'gemma4_text' must have {entry}={wanted} in its config, got {value}"
+    ):
+        DecoderModel(model)
 
 
 def test_a_changed_model_is_refused_with_the_path():

@@ -32,6 +32,8 @@ OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
         ("phi3", "none"),
         ("glm4", "none"),
         ("gemma2", "layer"),
+        ("gemma4_unified_text", "layer"),
+        ("apertus", "layer"),
         ("phi3", "layer"),  # with a report, which imports matplotlib
     ],
 )
@@ -39,7 +41,8 @@ def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):
     def model():
         return small_model(family, head_dim=8, num_hidden_layers=2)
 
-    chosen, tokens = one_shot(mode, steps=2), random_tokens(2, 30, seed=5)
+    down = {"down_rotation": "none"} if family == "apertus" else {}  # its MLP has no gate
+    chosen, tokens = one_shot(mode, steps=2, **down), random_tokens(2, 30, seed=5)
     out, packed, again = (tmp_path / name for name in ("out", "packed", "again"))
     interrupted(model(), chosen, out=out)
     result = prune(model(), chosen, out=out, resume=True)
@@ -138,6 +141,7 @@ def test_dropout_is_that_of_the_stock_layer(family, entry):
         ("qwen3_next", "layer", ["r2"]),
         ("opt", "layer", ["r3"]),
         ("opt", "shared", []),
+        ("arcee", "layer", ["r3"]),
         ("gemma2", "layer", []),
         ("gemma2", "shared", ["r1"]),
         ("qwen3_next", "none", []),

@@ -65,7 +65,7 @@ def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
     chosen = recipe(method=method, sparsity=sparsity)
     result = prune(chosen=chosen, out=tmp_path / "out", save_rotations_to=tmp_path / "r")
     rotations, _ = load_rotations(
-        tmp_path / "r", hidden_size=32, shape=head_shape(model.config), down_widths=[48] * 3
+        tmp_path / "r", hidden_size=32, shapes=[head_shape(model.config, 0)] * 3, down_widths=[48] * 3
     )
     r1 = rotations[0].r1
     bases = {"before": (weight, hessian), "after": (weight @ r1, r1.T @ hessian @ r1)}

@@ -72,7 +72,7 @@ def test_the_matrices_act_where_the_declaration_says(family, tmp_path):
     model, file = small_model(family), tmp_path / "rotations.safetensors"
     dense = DecoderModel(copy.deepcopy(model)).layers[1]
     rotated = DecoderModel(prune(model, recipe(**NOTHING), save_rotations_to=file).model).layers[1]
-    (_, rotation, _), _ = load_rotations(file, hidden_size=32, shape=dense.heads, down_widths=[48] * 3)
+    (_, rotation, _), _ = load_rotations(file, hidden_size=32, shapes=[dense.heads] * 3, down_widths=[48] * 3)
     values = torch.block_diag(*rotation.r2)
     queries = torch.block_diag(*rotation.r2.repeat_interleave(dense.heads.group, 0))
     right = {"o_proj": queries, "down_proj": torch.block_diag(*rotation.r3)}

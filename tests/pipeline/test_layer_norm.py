@@ -41,7 +41,11 @@ def test_what_leaves_the_first_unit_vector_becomes_what_leaves_ones(size):
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [(FAMILIES[i % 2], mode) for i, mode in enumerate(MODES)] + [(FAMILIES[1], "input")],
+    [
+        *((FAMILIES[i % 2], mode) for i, mode in enumerate(MODES)),
+        (FAMILIES[1], "input"),
+        ("starcoder2", "residual"),
+    ],
 )
 def test_from_the_dense_model_to_a_checkpoint(family, mode, tmp_path):
     chosen, tokens, out = MODES[mode], random_tokens(2, 30, seed=5), tmp_path / "out"
@@ -56,7 +60,10 @@ def test_from_the_dense_model_to_a_checkpoint(family, mode, tmp_path):
         assert result.manifest.relative_logit_error < 1e-5
         handle = DecoderModel(result.model)
         rotations, _ = load_rotations(
-            out / "r.safetensors", hidden_size=32, shape=handle.heads, down_widths=[48] * 3
+            out / "r.safetensors",
+            hidden_size=32,
+            shapes=[layer.heads for layer in handle.layers],
+            down_widths=[48] * 3,
         )
         for rotation in rotations:
             assert float((rotation.r1.sum(1) - 1).abs().max()) < 1e-6

@@ -151,7 +151,7 @@ def test_kept_weights_are_the_dense_ones_rotated(boundary, tmp_path):
         if chosen.pruning.keeps(name):
             assert torch.equal(linear.weight, found[name].weight), name
             torch.testing.assert_close(linear.weight, first[name].weight, rtol=0, atol=1e-5)
-    shape = dict(hidden_size=32, shape=head_shape(mixed.model.config), down_widths=[48] * 3)
+    shape = dict(hidden_size=32, shapes=[head_shape(mixed.model.config, 0)] * 3, down_widths=[48] * 3)
     rotations, _ = load_rotations(file, **shape)
     eye = torch.eye(32, dtype=torch.float64)
     assert torch.equal(rotations[0].r1, eye)  # nothing of layer 0 is pruned

@@ -100,7 +100,7 @@ def _write(reader: Reader, source: DecoderModel, folder: Path, progress: Progres
         stored |= {tensor: (file, *place) for tensor, place in tensors.items()}
     rotations = None
     if index.rotated:
-        rotations = reader.rotations(len(source.layers), source.widths, source.heads)
+        rotations = reader.rotations(source.widths, [layer.heads for layer in source.layers])
     found = predictions(source, rotations, index.boundary)
     for prediction in reported(found, "apply", config.num_hidden_layers, progress):
         if names := stored_names(prediction.name, stored):

@@ -13,7 +13,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -126,16 +126,19 @@ class Reader(zipfile.ZipFile):
         found = (name for name in names if f"{prefix}/{name}" in self._names)
         return {name: self.content(f"{prefix}/{name}", largest) for name in found}
 
-    def rotations(self, layers: int, widths: Mapping[Width, int], shape: HeadShape) -> RotationsOfLayers:
+    def rotations(self, widths: Mapping[Width, int], shapes: Sequence[HeadShape]) -> RotationsOfLayers:
         """The rotation of each layer, which is read when it is asked for.
 
         That raises UserError if its size does not fit the model.
+
+        shapes: the sizes of the attention of each layer.
         """
         hidden, block = widths["hidden"], self.index.down_rotation
 
         def read(index: int) -> LayerRotation:
             firsts = (f"rotations/layers.{before}.r1" for before in range(index, 0, -1))
             first = next((name for name in firsts if name in self._names), "rotations/layers.0.r1")
+            shape = shapes[index]
             size = [shape.kv_heads, shape.head_dim, shape.head_dim]
             r2, r3 = self._matrix(f"rotations/layers.{index}.r2", size), None
             if block is not None:
@@ -143,7 +146,7 @@ class Reader(zipfile.ZipFile):
                 r3 = self._matrix(f"rotations/layers.{index}.r3", size)
             return LayerRotation(self._matrix(first, [hidden, hidden]), r2, r3)
 
-        return RotationsOfLayers(read, range(layers))
+        return RotationsOfLayers(read, range(len(shapes)))
 
     def _matrix(self, name: str, size: list[int]) -> Tensor:
         try:

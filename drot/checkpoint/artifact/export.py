@@ -191,7 +191,7 @@ def _rotations_of(
         opened, _ = open_rotations(
             Path(file),
             hidden_size=source.hidden_size,
-            shape=source.heads,
+            shapes=[layer.heads for layer in source.layers],
             down_widths=[layer.down_inputs() for layer in source.layers],
         )
         found = opened.values()

@@ -1,0 +1,154 @@
+"""The declarations of families without experts, from which families.py makes its entries."""
+
+from dataclasses import replace
+
+from drot.model.family import Family, InputGroup, LinearSpec
+
+#: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
+#: the factor of the queries by their position in Ministral 3, act on the outputs of q_proj and k_proj, which
+#: are not rotated.
+LLAMA = Family(
+    models="LLaMA 1–3",
+    attention="self_attn",
+    mlp="mlp",
+    untouched=("self_attn.q_norm", "self_attn.k_norm"),
+    groups=(
+        InputGroup(
+            name="attention",
+            norm="input_layernorm",
+            linears=(
+                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
+                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
+                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
+            ),
+        ),
+        InputGroup(
+            name="o",
+            linears=(LinearSpec("self_attn.o_proj", ("hidden", "query"), input="r2", output="r1"),),
+        ),
+        InputGroup(
+            name="mlp",
+            norm="post_attention_layernorm",
+            linears=(
+                LinearSpec("mlp.gate_proj", ("mlp", "hidden"), input="r1"),
+                LinearSpec("mlp.up_proj", ("mlp", "hidden"), input="r1"),
+            ),
+        ),
+        InputGroup(
+            name="down",
+            linears=(LinearSpec("mlp.down_proj", ("hidden", "mlp"), input="r3", output="r1"),),
+        ),
+    ),
+)
+
+
+def inside(family: Family) -> Family:
+    """The family whose stream nothing rotates: R1 acts on the inputs of attention and MLP alone."""
+
+    def unrotated(linear: LinearSpec) -> LinearSpec:
+        return replace(linear, output=None) if linear.output == "r1" else linear
+
+    groups = (replace(group, linears=tuple(map(unrotated, group.linears))) for group in family.groups)
+    return replace(family, groups=tuple(groups))
+
+
+def with_norms(family: Family, attention: str | None, mlp: str | None) -> Family:
+    """The family with other norms in front of its attention and its MLP."""
+    norms = {"attention": attention, "mlp": mlp}
+    groups = (replace(group, norm=norms.get(group.name)) for group in family.groups)
+    return replace(family, groups=tuple(groups))
+
+
+def without_gate(family: Family, up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Family:
+    """The family with an MLP of two linears, whose activation fixes the order of the second's inputs."""
+    attention, o, mlp, second = family.groups
+    first = LinearSpec(up, ("mlp", "hidden"), input="r1")
+    last = replace(second.linears[0], path=down, input=None)
+    return replace(
+        family, groups=(attention, o, replace(mlp, linears=(first,)), replace(second, linears=(last,)))
+    )
+
+
+def with_keys_as_values(family: Family) -> Family:
+    """The family without v_proj and R2: the outputs of k_proj are the values too."""
+    attention, o, *mlp = family.groups
+    linears = tuple(linear for linear in attention.linears if linear.output != "r2")
+    (o_proj,) = o.linears
+    o = replace(o, linears=(replace(o_proj, input=None),))
+    return replace(family, groups=(replace(attention, linears=linears), o, *mlp))
+
+
+#: Norms behind attention and MLP, and none in front of them. The weight of such a norm acts between a block
+#: and the stream, where no rotation passes it.
+POST_NORM = replace(
+    with_norms(inside(LLAMA), None, None),
+    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+#: Norms on both sides of attention and MLP.
+SANDWICH = replace(
+    with_norms(inside(LLAMA), "input_layernorm", "pre_feedforward_layernorm"),
+    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    logits_cap="final_logit_softcapping",
+)
+#: The values of a head pass a norm without weight, which R2 commutes with. Where the keys are the values too,
+#: there is no R2. Not supported: the embeddings of each layer and the keys and values of other layers, which
+#: are different for each token, and experts beside the MLP.
+GEMMA4 = replace(
+    SANDWICH,
+    output_multiplier="layer_scalar",
+    kinds=(("keys", replace(with_keys_as_values(SANDWICH), output_multiplier="layer_scalar")),),
+    required=(
+        ("hidden_size_per_layer_input", 0),
+        ("num_kv_shared_layers", 0),
+        ("enable_moe_block", False),
+    ),
+    needs="GroupWeightRename",  # an older config has no sizes of each layer
+)
+#: LayerNorms without a shift, and an MLP beside the attention.
+COHERE = replace(
+    with_norms(LLAMA, "input_layernorm", "input_layernorm"),
+    layer_norm=True,
+    parallel=True,
+    logits_multiplier="logit_scale",
+)
+#: LayerNorms with a shift, an MLP without gate that is no module of its own, learned positions, and heads
+#: that share no keys. Its activation fixes the order of fc2's inputs but for permutations.
+OPT = Family(
+    models="OPT",
+    layer_norm=True,
+    attention="self_attn",
+    mlp_front=("fc1", "activation_fn"),
+    mlp="fc2",
+    residual_dropout="dropout",
+    layers="model.decoder.layers",
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    final_norm="model.decoder.final_layer_norm",
+    required=(
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("layer_norm_elementwise_affine", True),
+        ("enable_bias", True),
+    ),
+    groups=(
+        InputGroup(
+            name="attention",
+            norm="self_attn_layer_norm",
+            linears=(
+                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
+                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
+                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
+            ),
+        ),
+        InputGroup(
+            name="o",
+            linears=(LinearSpec("self_attn.out_proj", ("hidden", "query"), input="r2", output="r1"),),
+        ),
+        InputGroup(
+            name="mlp",
+            norm="final_layer_norm",
+            linears=(LinearSpec("fc1", ("mlp", "hidden"), input="r1"),),
+        ),
+        InputGroup(name="down", linears=(LinearSpec("fc2", ("hidden", "mlp"), output="r1"),)),
+    ),
+)
