@@ -56,7 +56,8 @@ def small_whole(model_type: str, **changes: Any) -> Any:
     if model_type in ("qwen2_5_vl", "qwen3_vl"):
         text |= {"model_type": f"{model_type}_text"}
         sections = [2, 3, 3] if model_type == "qwen3_vl" else [1, 1, 2]  # half of a head
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+        rope = changes.get("rope_parameters", {"rope_type": "default"})
+        text["rope_parameters"] = {"rope_theta": 1e4, "mrope_section": sections} | rope
     tied = bool(text.get("tie_word_embeddings"))
     config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **entries)
     torch.manual_seed(0)

@@ -136,7 +136,9 @@ def language_config(whole: Any) -> Any:
 
         entries = {name: value for name, value in text.to_dict().items() if name != "model_type"}
         rope = {name: each for name, each in text.rope_parameters.items() if not name.startswith("mrope_")}
-        entries["rope_parameters"] = rope | {"rope_type": "default"}
+        if rope.get("rope_type") == "mrope":  # the same for text as the default
+            rope["rope_type"] = "default"
+        entries["rope_parameters"] = rope
         text = AutoConfig.for_model(TEXT_TYPES[text.model_type], **entries)
     text.tie_word_embeddings = whole.tie_word_embeddings
     text.dtype = whole.dtype if whole.dtype is not None else text.dtype

@@ -73,6 +73,18 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
     assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"size": 28}\n'
 
 
+@pytest.mark.parametrize("model_type", [name for name in ("qwen2_5_vl", "qwen3_vl") if name in TYPES])
+def test_a_longer_context_is_that_of_the_whole_model(model_type, tmp_path):
+    """Its rotary frequencies are scaled by YaRN, and the language model alone scales them too."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    source = save_small_whole(tmp_path / "source", model_type, rope_parameters=rope)
+    loaded, tokens = drot.load(source, device="cpu"), random_tokens(2, 30, vocab=90)
+    expected = logits(source, {"input_ids": tokens})
+    assert relative_error(loaded(tokens).logits, expected) < 1e-5
+    plain = save_small_whole(tmp_path / "plain", model_type)
+    assert relative_error(logits(plain, {"input_ids": tokens}), expected) > 0.01
+
+
 @pytest.mark.parametrize("boundary", ["input", "residual"])
 def test_images_behind_layers_come_in_the_basis_of_their_place(boundary, tmp_path):
     source, inputs = save_small_whole(tmp_path / "source", "qwen3_vl"), image_and_text("qwen3_vl")
