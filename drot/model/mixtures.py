@@ -94,11 +94,7 @@ MIXTURES = {
         needs="PrefixChange",
     ),
     "glm4_moe": replace(SHARED, models="GLM-4.5, GLM-4.6, GLM-4.7"),
-    "deepseek_v3": replace(
-        latent(SHARED),
-        models="DeepSeek-V3, DeepSeek-R1",
-        needs="PrefixChange",  # an older transformers loads the bias of the router in another dtype
-    ),
+    "deepseek_v3": replace(latent(SHARED), models="DeepSeek-V3, DeepSeek-R1"),
     "gpt_oss": replace(
         MIXTURE.with_transposed_experts(),
         models="gpt-oss",
