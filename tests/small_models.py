@@ -10,7 +10,13 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, core_model_loading
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    core_model_loading,
+)
 
 from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
@@ -40,6 +46,10 @@ LINEAR_ATTENTION = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
     pad_token_id=2,
+)
+#: the queries, keys and values of DeepSeek
+LATENT_ATTENTION = dict(
+    kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=20, num_key_value_heads=4
 )
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
@@ -173,12 +183,8 @@ FAMILIES: dict[str, dict] = {
         tie_word_embeddings=False,
     ),
     "deepseek_v3": dict(
+        **LATENT_ATTENTION,
         q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=20,
-        num_key_value_heads=4,
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_group=2,
@@ -188,6 +194,105 @@ FAMILIES: dict[str, dict] = {
         first_k_dense_replace=1,
         attention_bias=True,
         num_mtp_layers=0,
+    ),
+    "granitemoe": dict(
+        head_dim=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        residual_multiplier=0.6,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "minimax_m2": dict(
+        head_dim=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+        tie_word_embeddings=False,
+    ),
+    "olmoe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        attention_bias=True,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "ernie4_5_moe": dict(
+        head_dim=12,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=24,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        moe_norm_min=0.4,
+        tie_word_embeddings=True,
+    ),
+    "dots1": dict(
+        head_dim=12,
+        sliding_window=8,
+        max_window_layers=2,
+        attention_bias=True,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.7,
+        tie_word_embeddings=False,
+    ),
+    "solar_open": dict(
+        head_dim=12,
+        attention_bias=True,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        routed_scaling_factor=1.7,
+        tie_word_embeddings=False,
+    ),
+    "exaone_moe": dict(
+        head_dim=12,
+        sliding_window=8,
+        layer_types=LAYER_TYPES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        num_shared_experts=2,
+        first_k_dense_replace=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "hy_v3": dict(
+        head_dim=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        num_shared_experts=2,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "mellum": dict(
+        head_dim=12,
+        sliding_window=8,
+        layer_types=LAYER_TYPES,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
     "gpt_oss": dict(
         head_dim=12,
@@ -230,8 +335,9 @@ INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rota
 
 def is_available(family: str) -> bool:
     """Whether transformers is new enough for a family."""
-    needs = DECLARED[family.partition("-")[0]].needs
-    return needs is None or hasattr(core_model_loading, needs)
+    model_type = family.partition("-")[0]
+    needs = DECLARED[model_type].needs
+    return model_type in CONFIG_MAPPING and (needs is None or hasattr(core_model_loading, needs))
 
 
 @torch.no_grad()
@@ -241,8 +347,9 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
         pytest.skip("needs a newer transformers")
     torch.manual_seed(seed)
     settings = COMMON | FAMILIES[family] | changes
-    if settings.get("layer_types"):  # a config with other layers than their types is refused
-        settings["layer_types"] = settings["layer_types"][-settings["num_hidden_layers"] :]
+    for types in ("layer_types", "mlp_layer_types"):  # a config with other layers than their types is refused
+        if settings.get(types):
+            settings[types] = settings[types][-settings["num_hidden_layers"] :]
     config = AutoConfig.for_model(family.partition("-")[0], **settings)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():

@@ -61,6 +61,27 @@ def with_shared_experts(family: Family, path: str, gate: str | None = None) -> F
     return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
 
 
+def with_mlp_at(family: Family, mlp: str) -> Family:
+    """The mixture with another name of the module around the experts, which all its layers have."""
+
+    def moved(path: str) -> str:
+        return mlp + path.removeprefix("mlp") if path.startswith("mlp.") else path
+
+    def group_at(group: InputGroup) -> InputGroup:
+        linears = (replace(linear, path=moved(linear.path)) for linear in group.linears)
+        return replace(group, linears=tuple(linears))
+
+    assert family.experts is not None and family.router is not None
+    return replace(
+        family,
+        mlp=mlp,
+        experts=moved(family.experts),
+        router=moved(family.router),
+        groups=tuple(map(group_at, family.groups)),
+        kinds=(),
+    )
+
+
 #: A mixture with shared experts without a gate.
 SHARED = with_shared_experts(MIXTURE, "mlp.shared_experts")
 #: the names in files of the experts of Mixtral, as `expert_files`
@@ -106,4 +127,48 @@ MIXTURES = {
     "mixtral": replace(
         MIXTURE, models="Mixtral", expert_files=W1_W3_W2, files=(("mlp.", "block_sparse_moe."),)
     ),
+    "granitemoe": replace(
+        with_mlp_at(replace(MIXTURE, router="mlp.router"), "block_sparse_moe"),
+        models="Granite 3 MoE",
+        residual_multiplier="residual_multiplier",
+        logits_divisor="logits_scaling",
+        expert_files=(),
+        files=(
+            ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+            ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+            ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
+        ),
+        needs="GroupWeightRename",  # an older transformers has other modules
+    ),
+    "minimax_m2": replace(
+        MIXTURE,
+        models="MiniMax-M2",
+        expert_files=W1_W3_W2,
+        files=(("mlp.", "block_sparse_moe."),),
+        kinds=(),
+    ),
+    "olmoe": replace(MIXTURE, models="OLMoE", required=(("clip_qkv", None),), kinds=()),
+    "ernie4_5_moe": replace(
+        SHARED,
+        models="ERNIE 4.5 MoE",
+        files=(("mlp.gate.moe_statics.", "mlp.moe_statics."),),
+        required=(("use_bias", False),),
+    ),
+    "dots1": replace(SHARED, models="dots.llm1"),
+    "solar_open": replace(SHARED, models="Solar Open", kinds=()),
+    "exaone_moe": replace(
+        SHARED,
+        models="K-EXAONE",
+        files=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),),
+    ),
+    "hy_v3": replace(
+        SHARED,
+        models="Hy3",
+        files=(
+            ("mlp.gate.weight", "mlp.router.gate.weight"),
+            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
+            ("mlp.shared_experts.", "mlp.shared_mlp."),
+        ),
+    ),
+    "mellum": replace(MIXTURE, models="Mellum 2"),
 }
