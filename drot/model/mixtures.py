@@ -61,6 +61,21 @@ def with_shared_experts(family: Family, path: str, gate: str | None = None) -> F
     return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
 
 
+def with_indexer(family: Family) -> Family:
+    """The family with latent attention to those tokens alone that an indexer in each layer chooses.
+
+    R1 rotates the linears of the indexer that read the stream, which are never pruned. Another one reads the
+    latent of the queries, which nothing rotates.
+    """
+    readers = ("self_attn.indexer.wk", "self_attn.indexer.weights_proj")
+    return replace(
+        family,
+        untouched=(*family.untouched, "self_attn.indexer.wq_b", "self_attn.indexer.k_norm"),
+        unpruned=(*family.unpruned, *((path, "input_layernorm") for path in readers)),
+        kinds=tuple((kind, with_indexer(one)) for kind, one in family.kinds),
+    )
+
+
 def with_mlp_at(family: Family, mlp: str) -> Family:
     """The mixture with another name of the module around the experts, which all its layers have."""
 
@@ -147,12 +162,18 @@ MIXTURES = {
         files=(("mlp.", "block_sparse_moe."),),
         kinds=(),
     ),
+    "glm4_moe_lite": replace(latent(SHARED), models="GLM-4.7-Flash"),
     "olmoe": replace(MIXTURE, models="OLMoE", required=(("clip_qkv", None),), kinds=()),
     "ernie4_5_moe": replace(
         SHARED,
         models="ERNIE 4.5 MoE",
         files=(("mlp.gate.moe_statics.", "mlp.moe_statics."),),
         required=(("use_bias", False),),
+    ),
+    "deepseek_v2": replace(
+        latent(SHARED),
+        models="DeepSeek-V2",
+        needs="GroupWeightRename",  # an older transformers chooses the experts elsewhere
     ),
     "dots1": replace(SHARED, models="dots.llm1"),
     "solar_open": replace(SHARED, models="Solar Open", kinds=()),
@@ -171,4 +192,5 @@ MIXTURES = {
         ),
     ),
     "mellum": replace(MIXTURE, models="Mellum 2"),
+    "deepseek_v32": replace(with_indexer(latent(SHARED)), models="DeepSeek-V3.2"),
 }

@@ -78,6 +78,24 @@ def paths_of(layer):
     return {linear.path for linear in layer.family.linears}
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", "deepseek_v2"])
+@pytest.mark.parametrize("rank", [24, None])
+def test_queries_have_a_latent_or_not(model_type, rank):
+    model = small_model(model_type, q_lora_rank=rank)
+    tokens = random_tokens(2, 30)
+    logits = model(tokens).logits
+    layers = DecoderModel(model).layers
+    latent = {"self_attn.q_a_proj", "self_attn.q_b_proj"}
+    for layer in layers:
+        found = {path for path in paths_of(layer) if path.startswith("self_attn.q_")}
+        assert found == ({"self_attn.q_proj"} if rank is None else latent)
+    DecoderModel(model).check()
+    rotate_model(model)
+    assert relative_error(model(tokens).logits, logits) < 1e-5
+    result = prune(model, chosen := one_shot("none"))
+    assert_patterns(result.model, chosen.pruning)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_shared_experts_are_there_or_not(count):
     layers = DecoderModel(small_model("ernie4_5_moe", moe_num_shared_experts=count)).layers
