@@ -21,15 +21,46 @@ MIXTURES = {
     "glm4_moe": "n_routed_experts",
     "deepseek_v3": "n_routed_experts",
     "gpt_oss": "num_local_experts",
+    "granitemoe": "num_local_experts",
+    "minimax_m2": "num_local_experts",
+    "glm4_moe_lite": "n_routed_experts",
+    "olmoe": "num_experts",
+    "ernie4_5_moe": "moe_num_experts",
+    "deepseek_v2": "n_routed_experts",
+    "dots1": "n_routed_experts",
+    "solar_open": "n_routed_experts",
+    "exaone_moe": "num_experts",
+    "hy_v3": "num_experts",
+    "mellum": "num_experts",
+    "deepseek_v32": "n_routed_experts",
+}
+#: mixtures whose router divides the experts into groups
+GROUPED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open", "exaone_moe", "deepseek_v32")
+#: those whose router computes in fp32
+ROUTERS_IN_FP32 = (*GROUPED, "ernie4_5_moe", "deepseek_v2", "hy_v3")
+#: mixture of experts → the entry of its config with the number of shared experts
+SHARED = {
+    "glm4_moe": "n_shared_experts",
+    "deepseek_v3": "n_shared_experts",
+    "glm4_moe_lite": "n_shared_experts",
+    "ernie4_5_moe": "moe_num_shared_experts",
+    "deepseek_v2": "n_shared_experts",
+    "dots1": "n_shared_experts",
+    "solar_open": "n_shared_experts",
+    "exaone_moe": "num_shared_experts",
+    "hy_v3": "num_shared_experts",
+    "deepseek_v32": "n_shared_experts",
 }
 #: families some of whose layers have a linear attention
 LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 #: those whose full attention has heads of another size
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 #: families with a latent attention
-LATENT_ATTENTION = ("deepseek_v3", "youtu", "minicpm3")
+LATENT_ATTENTION = ("deepseek_v3", "youtu", "minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v32")
 #: those whose config demands a hidden size that the heads divide
-DIVIDED = ("llama", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text")
+DIVIDED = ("llama", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text", "deepseek_v2")
+#: those without a head_dim of their own
+ONE_HEAD_DIM = ("phi3", "cohere", "cohere2", "opt", "olmoe")
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -39,7 +70,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
     # theirs has parts for each type of layer, or there is none
-    if family in ("olmo3", "gemma3_text", "opt", *GEMMA4):
+    if family in ("olmo3", "gemma3_text", "opt", "mellum", *GEMMA4):
         return {"max_position_embeddings": 128}
     if family in LATENT_ATTENTION:  # it turns a part of a head of its own
         return {
@@ -49,7 +80,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     if family in LINEAR_ATTENTION:
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         return {"rope_parameters": rope, "max_position_embeddings": 128}
-    if family in ("glm", "glm4", "glm4_moe"):  # they turn a share of a head, in pairs
+    if family in ("glm", "glm4", "glm4_moe", "minimax_m2"):  # they turn a share of a head, in pairs
         rope = {"rope_type": "default", "rope_theta": 1e4}
         rope |= {"partial_rotary_factor": draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))}
         return {"rope_parameters": rope, "max_position_embeddings": 128}
@@ -88,8 +119,9 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     """The settings of a mixture of experts."""
     experts = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {MIXTURES[family]: experts, "num_experts_per_tok": draw(st.integers(1, experts))}
-    if family not in ("mixtral", "gpt_oss"):
+    if family not in ("mixtral", "gpt_oss", "granitemoe", "minimax_m2", "olmoe"):
         chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
+    if family not in ("mixtral", "gpt_oss", "granitemoe", "minimax_m2", "hy_v3", "ernie4_5_moe"):
         chosen["norm_topk_prob"] = draw(st.booleans())
     if family == "gpt_oss":
         chosen["swiglu_limit"] = draw(st.sampled_from([0.5, 7.0]))
@@ -98,18 +130,47 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     if family in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
         chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2]))
         chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
-    if family in ("glm4_moe", "deepseek_v3"):
+    if family in GROUPED or family == "deepseek_v2":
         groups = draw(st.sampled_from([1, 2]))
         experts = 2 * groups * draw(st.integers(1, 2))  # of each group two experts are compared
         chosen |= {"n_group": groups, "topk_group": draw(st.integers(1, groups)), MIXTURES[family]: experts}
         chosen["num_experts_per_tok"] = draw(st.integers(1, experts * chosen["topk_group"] // groups))
-        chosen["routed_scaling_factor"] = draw(st.sampled_from([1.0, 2.5]))
-        chosen["n_shared_experts"] = draw(st.integers(1, 2))
+    scale = {"hy_v3": "router_scaling_factor"}.get(family, "routed_scaling_factor")
+    chosen[scale] = draw(st.sampled_from([1.0, 2.5]))
+    if family in SHARED:
+        chosen[SHARED[family]] = draw(st.integers(0 if family == "ernie4_5_moe" else 1, 2))
+    if family in ("glm4_moe_lite", "mellum", "hy_v3"):
+        kinds = st.sampled_from(["dense", "sparse"])
+        chosen["mlp_layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    elif family in (*GROUPED, "deepseek_v2"):
         chosen["first_k_dense_replace"] = draw(st.integers(0, layers))
-        if family == "glm4_moe":
-            chosen["use_qk_norm"] = draw(st.booleans())
-    if family == "deepseek_v3":
+    if family == "glm4_moe":
+        chosen["use_qk_norm"] = draw(st.booleans())
+    if family == "ernie4_5_moe":
+        chosen["moe_layer_start_index"] = draw(st.integers(0, layers))
+        chosen["moe_layer_end_index"] = draw(st.integers(-1, layers))
+        chosen |= dict(
+            moe_layer_interval=draw(st.integers(1, 2)), moe_norm_min=draw(st.sampled_from([1e-12, 0.5]))
+        )
+    if family == "deepseek_v2":
+        chosen["topk_method"] = draw(st.sampled_from(["greedy", "group_limited_greedy"]))
+    return chosen
+
+
+def _latent(draw: st.DrawFn, family: str, multiple: int) -> dict[str, Any]:
+    """The settings of a latent attention."""
+    ranks = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")
+    chosen: dict[str, Any] = {name: draw(st.integers(1, 3)) * multiple for name in ranks}
+    chosen["qk_rope_head_dim"] = draw(st.sampled_from([4, 8]))
+    if family in MIXTURES:
         chosen["num_mtp_layers"] = 0
+    if family == "deepseek_v32":
+        chosen |= dict(
+            index_topk=draw(st.sampled_from([8, 64])), index_head_dim=draw(st.sampled_from([8, 16]))
+        )
+        chosen["index_n_heads"] = draw(st.integers(1, 3))
+    elif family in MIXTURES and draw(st.booleans()):
+        chosen["q_lora_rank"] = None
     return chosen
 
 
@@ -136,9 +197,9 @@ def settings_of_models(
     head_dim = draw(st.sampled_from(dims))
     step = math.lcm(multiple, heads) if family in DIVIDED else multiple
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
-    # Phi-3's config compares the factors of RoPE with hidden / heads; Cohere and OPT have no other head_dim
+    # Phi-3's config compares the factors of RoPE with hidden / heads; the others have no other head_dim
     own = st.just(heads * head_dim)
-    hidden = draw(own if family in ("phi3", "cohere", "cohere2", "opt") else st.one_of(sizes, own))
+    hidden = draw(own if family in ONE_HEAD_DIM else st.one_of(sizes, own))
     layers = draw(st.sampled_from([2, 1, 3]))
     chosen: dict[str, Any] = dict(
         family=family,
@@ -162,7 +223,7 @@ def settings_of_models(
             del chosen["head_dim"]
         elif family in ("llama", "mistral", "seed_oss"):
             chosen["head_dim"] = None
-    if family in ("granite", "phi3", "cohere", "cohere2", "opt") and hidden == heads * head_dim:
+    if family in ("granite", "granitemoe", *ONE_HEAD_DIM) and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
     if family in (
         "llama",
@@ -182,6 +243,15 @@ def settings_of_models(
         "youtu",
         "minicpm3",
         "deepseek_v3",
+        "granitemoe",
+        "glm4_moe_lite",
+        "olmoe",
+        "deepseek_v2",
+        "dots1",
+        "solar_open",
+        "hy_v3",
+        "mellum",
+        "deepseek_v32",
     ):
         chosen["attention_bias"] = draw(st.booleans())
     if family in LINEAR_ATTENTION:
@@ -194,9 +264,7 @@ def settings_of_models(
         chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}
         chosen["linear_conv_kernel_dim"] = draw(st.sampled_from([2, 4]))
     if family in LATENT_ATTENTION:
-        ranks = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")
-        chosen |= {name: draw(st.integers(1, 3)) * multiple for name in ranks}
-        chosen |= dict(qk_rope_head_dim=draw(st.sampled_from([4, 8])), num_key_value_heads=heads)
+        chosen |= _latent(draw, family, multiple) | dict(num_key_value_heads=heads)
         del chosen["head_dim"]
     if family == "minicpm3":
         chosen |= {name: draw(st.sampled_from([0.8, 3.0])) for name in ("scale_emb", "scale_depth")}
@@ -216,12 +284,23 @@ def settings_of_models(
         chosen["norm_epsilon"] = chosen["rms_norm_eps"]
     if family == "apertus":
         chosen["hidden_act"] = draw(st.sampled_from(["xielu", "silu"]))
-    if family in ("llama", "smollm3", "seed_oss", "granite", "arcee", "minicpm3"):
+    if family in (
+        "llama",
+        "smollm3",
+        "seed_oss",
+        "granite",
+        "arcee",
+        "minicpm3",
+        "deepseek_v2",
+        "hy_v3",
+    ):
         chosen["mlp_bias"] = draw(st.booleans())
-    if family == "granite":
+    if family in ("granite", "granitemoe"):
         multipliers = ("residual", "embedding", "attention")
         chosen |= {f"{of}_multiplier": draw(st.sampled_from([0.22, 1.0, 3.0])) for of in multipliers}
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
+    if family == "granitemoe":  # with 3 times the scores, fp32 rounds the logits by 1e-5
+        chosen["attention_multiplier"] = draw(st.sampled_from([0.22, 1.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)
     if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", *GEMMA4):
@@ -240,12 +319,24 @@ def settings_of_models(
     if family == "gemma2":
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
-    if family in ("olmo3", "exaone4", "cwm", "gemma2", "gemma3_text", "cohere2", *GEMMA4):
+    if family in (
+        "olmo3",
+        "exaone4",
+        "cwm",
+        "gemma2",
+        "gemma3_text",
+        "cohere2",
+        "exaone_moe",
+        "mellum",
+        *GEMMA4,
+    ):
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5
     if family in ("mistral", "ministral3", "mixtral", "phi3", "gpt_oss", "starcoder2"):
         chosen["sliding_window"] = window
+    if family == "dots1":
+        chosen |= dict(sliding_window=window, max_window_layers=draw(st.integers(0, layers)))
     if family in ("qwen2", "qwen3") and window:
         chosen |= dict(use_sliding_window=True, sliding_window=window)
         chosen["max_window_layers"] = draw(st.integers(0, layers))

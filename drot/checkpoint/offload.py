@@ -190,6 +190,7 @@ def open_skeleton(
         with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
+            _keep_in_fp32(model, chosen)
             if (held := drot_config_of(config)) is not None:
                 expect_stored(model, held)
                 check_headers(model, headers, STORED_DTYPES)
@@ -246,6 +247,17 @@ def load_whole(path: str | Path, dtype: str | torch.dtype, *, verify: bool) -> "
     if is_packed(model):
         fuse(model)
     return model
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Gives fp32 to the tensors of an empty model that transformers loads in fp32 for a model of `dtype`.
+
+    Such a tensor is the bias of a router. Some versions of transformers build it in `dtype`.
+    """
+    parts = model._get_dtype_plan(dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(part in name for part in parts):
+            tensor.data = tensor.data.float()
 
 
 def _first_dtype(headers: Mapping[str, Header]) -> torch.dtype:

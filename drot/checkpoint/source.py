@@ -43,8 +43,8 @@ LARGEST_SMALL_FILE = 2**30
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
 #: the entry of a config with the number of layers for multi-token prediction
 PREDICTION_LAYERS = "num_nextn_predict_layers"
-#: what the names of their tensors begin with in Qwen3-Next and Qwen3.5
-PREDICTION_PREFIX = "mtp."
+#: what the names of their tensors begin with in Qwen3-Next, Qwen3.5 and EXAONE, and in ERNIE
+PREDICTION_PREFIXES = ("mtp.", "model.mtp_")
 #: the dtypes in safetensors files that a dense weight may have
 DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
@@ -301,7 +301,7 @@ def prediction_layers(config: Any, names: Iterable[str]) -> set[str]:
     transformers does not load them with the model.
     """
     names = set(names)
-    beside = {name for name in names if name.startswith(PREDICTION_PREFIX)}
+    beside = {name for name in names if name.startswith(PREDICTION_PREFIXES)}
     first = getattr(config, "num_hidden_layers", None)
     count = getattr(config, PREDICTION_LAYERS, None)
     if not isinstance(first, int) or not isinstance(count, int):

@@ -149,9 +149,10 @@ class Family:
         experts read, and is `unpruned`.
     expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
         empty if the files hold the parameters of all experts.
-    experts_file: what the files have in place of `experts` in the names of packed weights; None if the same.
-    router_file: the name of the router's weight there.
-    kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
+    files: what the names of tensors of a layer begin with → what the files have in its place. The first that
+        fits counts.
+    kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one. A
+        family whose layers are all alike has none, whatever the config says.
     positions: the embedding of the positions, which is added to that of the tokens.
     required: attribute of the config → the value for which the declaration holds.
     needs: a class in transformers.core_model_loading. A transformers without it is too old for the family: it
@@ -183,8 +184,7 @@ class Family:
     experts: str | None = None
     router: str | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
-    experts_file: str | None = None
-    router_file: str = ""
+    files: tuple[tuple[str, str], ...] = ()
     kinds: tuple[tuple[str, "Family"], ...] = ()
     required: tuple[tuple[str, Any], ...] = ()
     needs: str | None = None
@@ -207,6 +207,15 @@ class Family:
 
         groups = (replace(group, linears=tuple(map(fused, group.linears))) for group in self.groups)
         return replace(self, groups=tuple(groups))
+
+    def without(self, widths: Collection[Width]) -> "Family":
+        """The family without the linears that have one of `widths`."""
+
+        def kept(linears: Iterable[LinearSpec]) -> tuple[LinearSpec, ...]:
+            return tuple(linear for linear in linears if not set(linear.shape) & set(widths))
+
+        groups = (replace(group, linears=kept(group.linears)) for group in self.groups)
+        return replace(self, groups=tuple(group for group in groups if group.linears))
 
     def with_experts(self, count: int) -> "Family":
         """The family with the groups of `count` experts in place of the groups that stand for each of them.
@@ -285,6 +294,13 @@ class Family:
             return self.norms[0], self.norms[-1]
         assert self.post_norms is not None
         return self.post_norms
+
+    def name_in_files(self, name: str) -> str:
+        """The name in files of a tensor of a layer. name: its name in the layer."""
+        for own, stored in self.files:
+            if name.startswith(own):
+                return stored + name.removeprefix(own)
+        return name
 
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""

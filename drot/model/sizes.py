@@ -13,7 +13,7 @@ from drot.core.errors import UserError
 #: with a gate for each value. In a latent attention (MLA) `latent_q` and `latent_kv` are the widths of the
 #: latents of queries and of keys and values, and `latent_kv_rope` is that with the part of the keys that RoPE
 #: turns. `mla_query`, `mla_kv` and `mla_value` are heads · head_dim of queries, of keys without RoPE together
-#: with values, and of values.
+#: with values, and of values. `whole_query` is `mla_query` in a model whose queries have no latent.
 Width = Literal[
     "hidden",
     "query",
@@ -32,7 +32,10 @@ Width = Literal[
     "mla_query",
     "mla_kv",
     "mla_value",
+    "whole_query",
 ]
+#: the widths that are 0 in some models of a family, which then lack the linears of this width
+MAY_BE_ABSENT: tuple[Width, ...] = ("shared", "latent_q", "whole_query")
 #: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
 #: attention, `keys` an attention whose keys are its values too.
 LayerKind = Literal["", "dense", "linear", "linear dense", "keys"]
@@ -54,8 +57,12 @@ class HeadShape:
 
 def experts_of(config: Any) -> int:
     """The number of experts of a decoder layer; 0 without."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return int(next((count for name in names if (count := getattr(config, name, None))), 0))
+    return _first_of(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _first_of(config: Any, *names: str) -> int:
+    """The first of the entries of a config that is there and not 0; 0 if there is none."""
+    return int(next((number for name in names if (number := getattr(config, name, None))), 0))
 
 
 def layer_kind(config: Any, index: int) -> LayerKind:
@@ -74,10 +81,14 @@ def _is_dense(config: Any, index: int) -> bool:
     """Whether decoder layer `index` has an MLP in a mixture of experts."""
     if not experts_of(config):
         return False
+    if (types := getattr(config, "mlp_layer_types", None)) is not None:
+        return bool(types[index] == "dense")
     dense = index < (getattr(config, "first_k_dense_replace", None) or 0)
     dense |= index in (getattr(config, "mlp_only_layers", None) or ())
-    dense |= (index + 1) % (getattr(config, "decoder_sparse_step", None) or 1) != 0
-    return dense
+    for step in ("decoder_sparse_step", "moe_layer_interval"):
+        dense |= (index + 1) % (getattr(config, step, None) or 1) != 0
+    first, last = (getattr(config, f"moe_layer_{end}_index", None) for end in ("start", "end"))
+    return dense or index < (first or 0) or (last is not None and index > last)
 
 
 def routed_share(config: Any) -> float:
@@ -99,9 +110,8 @@ def head_shape(config: Any, index: int) -> HeadShape:
 
 
 def mlp_width(config: Any) -> int:
-    """The intermediate size of the MLP."""
-    names = ("intermediate_size", "ffn_dim")
-    return int(next(width for name in names if (width := getattr(config, name, None)) is not None))
+    """The intermediate size of the MLP; 0 in a model whose layers all have experts and that names none."""
+    return _first_of(config, "intermediate_size", "ffn_dim")
 
 
 def widths_of(config: Any, index: int) -> dict[Width, int]:
@@ -109,6 +119,7 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
     shape = head_shape(config, index)
     expert = getattr(config, "moe_intermediate_size", None) or mlp_width(config)
     shared = getattr(config, "shared_expert_intermediate_size", None)
+    of_shared = _first_of(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     key, value = (
         getattr(config, f"linear_num_{of}_heads", 0) * getattr(config, f"linear_{of}_head_dim", 0)
         for of in ("key", "value")
@@ -119,7 +130,7 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         "kv": shape.kv_heads * shape.head_dim,
         "mlp": mlp_width(config),
         "expert": expert,
-        "shared": shared or expert * (getattr(config, "n_shared_experts", None) or 0),
+        "shared": shared or expert * of_shared,
         "experts": experts_of(config),
         "gated_query": 2 * shape.heads * shape.head_dim,
         "linear_value": value,
@@ -127,6 +138,12 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         "linear_qkvz": 2 * key + 2 * value,
         **_latent_widths(config),
     }
+
+
+def absent_widths(config: Any) -> frozenset[Width]:
+    """The widths whose linears a model with `config` lacks."""
+    widths = widths_of(config, 0)
+    return frozenset(width for width in MAY_BE_ABSENT if not widths[width])
 
 
 def _latent_widths(config: Any) -> dict[Width, int]:
@@ -141,6 +158,7 @@ def _latent_widths(config: Any) -> dict[Width, int]:
         "mla_query": heads * (nope + rope),
         "mla_kv": heads * (nope + value),
         "mla_value": heads * value,
+        "whole_query": 0 if q else heads * (nope + rope),
     }
 
 

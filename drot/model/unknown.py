@@ -7,6 +7,7 @@ from torch import nn
 
 from drot.model.families import FAMILIES
 from drot.model.family import Family
+from drot.model.sizes import MAY_BE_ABSENT
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,11 @@ def _compared(model_type: str, family: Family, layers: str | None, found: dict[s
     kinds: dict[str, str | None] = {}
     required: list[str] = []
     for of_layer in (*dict(family.kinds).values(), family):
-        plain = [linear.path for group in of_layer.groups if not group.routed for linear in group.linears]
+        linears = [linear for group in of_layer.groups if not group.routed for linear in group.linears]
+        plain = [linear.path for linear in linears]
+        always = [linear.path for linear in linears if not set(linear.shape) & set(MAY_BE_ABSENT)]
         norms = (*of_layer.norms, *(of_layer.post_norms or ()))
-        required = [*plain, *norms]  # of the family itself, which comes last
+        required = [*always, *norms]  # of the family itself, which comes last
         kinds |= dict.fromkeys(plain, "Linear")
         kinds |= dict.fromkeys(norms, "LayerNorm" if family.layer_norm else "RMSNorm")
         kinds |= dict.fromkeys(of_layer.untouched)

@@ -47,7 +47,8 @@ def replace_tensors(folder, change):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((family, "auto") for family in FAMILIES), ("glm4_moe", "float32")]
+    ("family", "dtype"),
+    [*((family, "auto") for family in FAMILIES), ("glm4_moe", "float32"), ("deepseek_v32", "float16")],
 )
 def test_a_skeleton_reads_what_transformers_loads(family, dtype, tmp_path):
     """Weights, buffers that no file holds, and the configs."""

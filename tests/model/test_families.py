@@ -75,6 +75,70 @@ def test_the_linears_of_a_group_read_the_output_of_its_norm(model_type):
         assert group.norm is None or torch.equal(outputs[group.norm], first)
 
 
+def paths_of(layer):
+    return {linear.path for linear in layer.family.linears}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", "deepseek_v2"])
+@pytest.mark.parametrize("rank", [24, None])
+def test_queries_have_a_latent_or_not(model_type, rank):
+    model = small_model(model_type, q_lora_rank=rank)
+    tokens = random_tokens(2, 30)
+    logits = model(tokens).logits
+    layers = DecoderModel(model).layers
+    latent = {"self_attn.q_a_proj", "self_attn.q_b_proj"}
+    for layer in layers:
+        found = {path for path in paths_of(layer) if path.startswith("self_attn.q_")}
+        assert found == ({"self_attn.q_proj"} if rank is None else latent)
+    DecoderModel(model).check()
+    rotate_model(model)
+    assert relative_error(model(tokens).logits, logits) < 1e-5
+    result = prune(model, chosen := one_shot("none"))
+    assert_patterns(result.model, chosen.pruning)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_shared_experts_are_there_or_not(count):
+    layers = DecoderModel(small_model("ernie4_5_moe", moe_num_shared_experts=count)).layers
+    assert [any("shared" in path for path in paths_of(layer)) for layer in layers] == [
+        False,
+        *2 * [count > 0],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dense"),
+    [
+        (dict(moe_layer_start_index=0), []),
+        (dict(moe_layer_start_index=1, moe_layer_end_index=1), [0, 2]),
+        (dict(moe_layer_start_index=0, moe_layer_interval=2), [0, 2]),
+    ],
+)
+def test_the_layers_of_ernie_without_experts(settings, dense):
+    model = small_model("ernie4_5_moe", **settings)
+    DecoderModel(model).check()
+    layers = DecoderModel(model).layers
+    assert [layer.index for layer in layers if layer.family.experts is None] == dense
+    assert [i for i, layer in enumerate(model.model.layers) if not hasattr(layer.mlp, "experts")] == dense
+
+
+def test_an_entry_that_a_family_does_not_read_changes_nothing():
+    """All layers of Solar Open have experts, also if its config says how many have none."""
+    model = small_model("solar_open")
+    model.config.first_k_dense_replace = 2
+    DecoderModel(model).check()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"), [("olmoe", dict(clip_qkv=8.0)), ("ernie4_5_moe", dict(use_bias=True))]
+)
+def test_a_setting_that_no_rotation_fits_is_refused(model_type, settings):
+    model = small_model(model_type, **settings)
+    ((name, value),) = settings.items()
+    with pytest.raises(UserError, match=f"'{model_type}' must have {name}=.* in its config, got {value}"):
+        DecoderModel(model)
+
+
 # ---- slices of fused modules -------------------------------------------------------------------------
 
 

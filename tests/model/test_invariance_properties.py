@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import BARE, LINEAR_ATTENTION, build, settings_of_models, tokens_for
+from random_models import BARE, LINEAR_ATTENTION, ROUTERS_IN_FP32, build, settings_of_models, tokens_for
 from small_models import random_rotation, random_rotations, relative_error, rotate_model
 from torch import nn
 
@@ -71,8 +71,7 @@ def assert_same_logits(mode, data, settings, seed):
     before = model(tokens).logits
     rotations = rotations_of(model, mode, seed, data.draw(blocks_of(settings["hidden_size"])))
     rotate_model(model, rotations, None if mode == "shared" else mode)
-    # the routers of GLM and DeepSeek and a linear attention compute in fp32
-    in_fp32 = settings["family"] in ("glm4_moe", "deepseek_v3", *LINEAR_ATTENTION)
+    in_fp32 = settings["family"] in (*ROUTERS_IN_FP32, *LINEAR_ATTENTION)  # the latter do it too
     dtype = torch.float32 if in_fp32 else settings["dtype"]
     tolerance = max(TOLERANCE[settings["dtype"]], TOLERANCE[dtype])
     assert relative_error(model(tokens).logits, before) < tolerance

@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, one_shot, prune, saved_tensors
 from safetensors.torch import save_file
-from small_models import random_tokens, relative_error, save_small_model, small_model
+from small_models import MIXTURES, random_tokens, relative_error, save_small_model, small_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import drot
@@ -311,7 +311,22 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
     assert torch.equal(drot.load(tmp_path / "out", device="cpu")(TOKENS).logits, result.model(TOKENS).logits)
 
 
-@pytest.mark.parametrize("family", ALL)
+def test_tensors_for_multi_token_prediction_beside_the_layers_are_left_out(tmp_path, caplog):
+    """ERNIE 4.5 is published with such tensors, whose names begin with `model.mtp_`."""
+    model, folder = small_model("ernie4_5_moe"), tmp_path / "model"
+    save_small_model(model, folder)
+    more = {
+        "model.mtp_block.0.mlp.up_proj.weight": torch.ones(4, 4),
+        "model.mtp_emb_norm.0.weight": torch.ones(4),
+    }
+    (name,) = folder.glob("*.safetensors")
+    save_file(saved_tensors(folder) | more, name, {"format": "pt"})
+    loaded = drot.load(folder, device="cpu")
+    assert "holds 2 tensors for multi-token prediction" in caplog.text
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
 def test_the_files_are_those_of_transformers(family, tmp_path):
     """Engines read each expert by its own name, as in the published checkpoints."""
     stock = small_model(family)

@@ -1,0 +1,88 @@
+"""The declarations of other attentions than that of LLaMA."""
+
+from dataclasses import replace
+
+from drot.model.family import Family, InputGroup, LinearSpec
+from drot.model.sizes import Width
+
+#: The attention of Qwen3-Next multiplies its values by a gate that comes from q_proj, so that no R2 passes.
+GATED_ATTENTION = (
+    InputGroup(
+        name="attention",
+        norm="input_layernorm",
+        linears=(
+            LinearSpec("self_attn.q_proj", ("gated_query", "hidden"), input="r1"),
+            LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
+            LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1"),
+        ),
+    ),
+    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "query"), output="r1"),)),
+)
+
+
+#: A latent attention (MLA): R1 rotates what reads the stream and what writes it. Norms of the latents follow,
+#: and a head's values lie between its keys in one linear, which no R2 rotates here. Where the queries have no
+#: latent, q_proj takes the place of q_a_proj and q_b_proj.
+LATENT_ATTENTION = (
+    InputGroup(
+        name="attention",
+        norm="input_layernorm",
+        linears=(
+            LinearSpec("self_attn.q_proj", ("whole_query", "hidden"), input="r1"),
+            LinearSpec("self_attn.q_a_proj", ("latent_q", "hidden"), input="r1"),
+            LinearSpec("self_attn.kv_a_proj_with_mqa", ("latent_kv_rope", "hidden"), input="r1"),
+        ),
+    ),
+    InputGroup(name="q_b", linears=(LinearSpec("self_attn.q_b_proj", ("mla_query", "latent_q")),)),
+    InputGroup(name="kv_b", linears=(LinearSpec("self_attn.kv_b_proj", ("mla_kv", "latent_kv")),)),
+    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "mla_value"), output="r1"),)),
+)
+
+
+def latent(family: Family) -> Family:
+    """The family with LATENT_ATTENTION in all its layers."""
+    return replace(
+        family,
+        groups=(*LATENT_ATTENTION, *family.groups[2:]),
+        untouched=("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
+        kinds=tuple((kind, latent(one)) for kind, one in family.kinds),
+    )
+
+
+def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) -> Family:
+    """The family with GATED_ATTENTION, some of whose layers have a linear attention instead (Gated DeltaNet).
+
+    Its norms multiply by 1 + γ. Behind its linears a linear attention has a convolution, norms of each head
+    and a gate, so that no R2 passes.
+
+    inputs: linear of the linear attention → the width of its outputs. unpruned: its linears with one or two
+        outputs for each head, which are rotated alone.
+    """
+    family = replace(
+        family,
+        norm_offset=1.0,
+        groups=(*GATED_ATTENTION, *family.groups[2:]),
+        kinds=tuple(
+            (kind, replace(one, norm_offset=1.0, groups=(*GATED_ATTENTION, *one.groups[2:])))
+            for kind, one in family.kinds
+        ),
+    )
+    linears = tuple(
+        LinearSpec(f"linear_attn.{one}", (width, "hidden"), input="r1") for one, width in inputs.items()
+    )
+    attention = InputGroup(name="attention", norm="input_layernorm", linears=linears)
+    out = LinearSpec("linear_attn.out_proj", ("hidden", "linear_value"), output="r1")
+
+    def linear(one: Family) -> Family:
+        return replace(
+            one,
+            attention="linear_attn",
+            linear_attention=True,
+            groups=(attention, InputGroup(name="o", linears=(out,)), *one.groups[2:]),
+            untouched=("linear_attn", "linear_attn.conv1d", "linear_attn.norm"),
+            unpruned=(*one.unpruned, *((f"linear_attn.{path}", "input_layernorm") for path in unpruned)),
+            kinds=(),
+        )
+
+    kinds = [("linear", linear(family)), *((f"linear {kind}", linear(one)) for kind, one in family.kinds)]
+    return replace(family, kinds=(*family.kinds, *kinds))

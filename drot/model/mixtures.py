@@ -1,0 +1,196 @@
+"""The supported families with a mixture of experts."""
+
+from dataclasses import replace
+
+from drot.model.attentions import hybrid, latent
+from drot.model.dense import LLAMA
+from drot.model.family import Family, InputGroup, LinearSpec
+
+#: Experts in place of the MLP. Each has its own blocks of R3.
+MIXTURE = replace(
+    LLAMA,
+    experts="mlp.experts",
+    router="mlp.gate",
+    groups=(
+        *LLAMA.groups[:2],
+        InputGroup(
+            name="mlp",
+            norm="post_attention_layernorm",
+            linears=(
+                LinearSpec("mlp.experts.gate_up_proj", ("expert", "hidden"), input="r1", part="gate_proj"),
+                LinearSpec("mlp.experts.gate_up_proj", ("expert", "hidden"), input="r1", part="up_proj"),
+            ),
+            routed=True,
+        ),
+        InputGroup(
+            name="down",
+            linears=(
+                LinearSpec(
+                    "mlp.experts.down_proj", ("hidden", "expert"), input="r3", output="r1", part="down_proj"
+                ),
+            ),
+            routed=True,
+        ),
+    ),
+    kinds=(("dense", LLAMA),),
+    expert_files=(
+        ("gate_proj", "mlp.experts.{}.gate_proj.weight"),
+        ("up_proj", "mlp.experts.{}.up_proj.weight"),
+        ("down_proj", "mlp.experts.{}.down_proj.weight"),
+    ),
+)
+
+
+def with_shared_experts(family: Family, path: str, gate: str | None = None) -> Family:
+    """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
+    with `target="dense"` their outputs make up for the errors of the others.
+
+    gate: the module whose sigmoid multiplies their outputs.
+    """
+    mlp = InputGroup(
+        name="shared",
+        norm="post_attention_layernorm",
+        linears=(
+            LinearSpec(f"{path}.gate_proj", ("shared", "hidden"), input="r1"),
+            LinearSpec(f"{path}.up_proj", ("shared", "hidden"), input="r1"),
+        ),
+    )
+    down = LinearSpec(f"{path}.down_proj", ("hidden", "shared"), input="r3", output="r1")
+    shared = InputGroup(name="shared_down", linears=(down,), weighted=gate is not None)
+    unpruned = () if gate is None else ((gate, "post_attention_layernorm"),)
+    return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
+
+
+def with_indexer(family: Family) -> Family:
+    """The family with latent attention to those tokens alone that an indexer in each layer chooses.
+
+    R1 rotates the linears of the indexer that read the stream, which are never pruned. Another one reads the
+    latent of the queries, which nothing rotates.
+    """
+    readers = ("self_attn.indexer.wk", "self_attn.indexer.weights_proj")
+    return replace(
+        family,
+        untouched=(*family.untouched, "self_attn.indexer.wq_b", "self_attn.indexer.k_norm"),
+        unpruned=(*family.unpruned, *((path, "input_layernorm") for path in readers)),
+        kinds=tuple((kind, with_indexer(one)) for kind, one in family.kinds),
+    )
+
+
+def with_mlp_at(family: Family, mlp: str) -> Family:
+    """The mixture with another name of the module around the experts, which all its layers have."""
+
+    def moved(path: str) -> str:
+        return mlp + path.removeprefix("mlp") if path.startswith("mlp.") else path
+
+    def group_at(group: InputGroup) -> InputGroup:
+        linears = (replace(linear, path=moved(linear.path)) for linear in group.linears)
+        return replace(group, linears=tuple(linears))
+
+    assert family.experts is not None and family.router is not None
+    return replace(
+        family,
+        mlp=mlp,
+        experts=moved(family.experts),
+        router=moved(family.router),
+        groups=tuple(map(group_at, family.groups)),
+        kinds=(),
+    )
+
+
+#: A mixture with shared experts without a gate.
+SHARED = with_shared_experts(MIXTURE, "mlp.shared_experts")
+#: the names in files of the experts of Mixtral, as `expert_files`
+W1_W3_W2 = (
+    ("gate_proj", "block_sparse_moe.experts.{}.w1.weight"),
+    ("up_proj", "block_sparse_moe.experts.{}.w3.weight"),
+    ("down_proj", "block_sparse_moe.experts.{}.w2.weight"),
+)
+
+#: `model_type` of a config.json → family
+MIXTURES = {
+    "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
+    "qwen2_moe": replace(
+        with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"), models="Qwen2 MoE"
+    ),
+    "qwen3_next": replace(
+        hybrid(
+            with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"),
+            {"in_proj_qkvz": "linear_qkvz"},
+            ("in_proj_ba",),
+        ),
+        models="Qwen3-Next",
+    ),
+    "qwen3_5_moe_text": replace(
+        hybrid(
+            replace(with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"), kinds=()),
+            {"in_proj_qkv": "linear_qkv", "in_proj_z": "linear_value"},
+            ("in_proj_b", "in_proj_a"),
+        ),
+        models="Qwen3.5 MoE",
+        needs="PrefixChange",
+    ),
+    "glm4_moe": replace(SHARED, models="GLM-4.5, GLM-4.6, GLM-4.7"),
+    "deepseek_v3": replace(latent(SHARED), models="DeepSeek-V3, DeepSeek-R1"),
+    "gpt_oss": replace(
+        MIXTURE.with_transposed_experts(),
+        models="gpt-oss",
+        gated="_apply_gate",
+        router="mlp.router",
+        expert_files=(),
+        kinds=(),
+    ),
+    "mixtral": replace(
+        MIXTURE, models="Mixtral", expert_files=W1_W3_W2, files=(("mlp.", "block_sparse_moe."),)
+    ),
+    "granitemoe": replace(
+        with_mlp_at(replace(MIXTURE, router="mlp.router"), "block_sparse_moe"),
+        models="Granite 3 MoE",
+        residual_multiplier="residual_multiplier",
+        logits_divisor="logits_scaling",
+        expert_files=(),
+        files=(
+            ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+            ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+            ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
+        ),
+        needs="GroupWeightRename",  # an older transformers has other modules
+    ),
+    "minimax_m2": replace(
+        MIXTURE,
+        models="MiniMax-M2",
+        expert_files=W1_W3_W2,
+        files=(("mlp.", "block_sparse_moe."),),
+        kinds=(),
+    ),
+    "glm4_moe_lite": replace(latent(SHARED), models="GLM-4.7-Flash"),
+    "olmoe": replace(MIXTURE, models="OLMoE", required=(("clip_qkv", None),), kinds=()),
+    "ernie4_5_moe": replace(
+        SHARED,
+        models="ERNIE 4.5 MoE",
+        files=(("mlp.gate.moe_statics.", "mlp.moe_statics."),),
+        required=(("use_bias", False),),
+    ),
+    "deepseek_v2": replace(
+        latent(SHARED),
+        models="DeepSeek-V2",
+        needs="GroupWeightRename",  # an older transformers chooses the experts elsewhere
+    ),
+    "dots1": replace(SHARED, models="dots.llm1"),
+    "solar_open": replace(SHARED, models="Solar Open", kinds=()),
+    "exaone_moe": replace(
+        SHARED,
+        models="K-EXAONE",
+        files=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),),
+    ),
+    "hy_v3": replace(
+        SHARED,
+        models="Hy3",
+        files=(
+            ("mlp.gate.weight", "mlp.router.gate.weight"),
+            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
+            ("mlp.shared_experts.", "mlp.shared_mlp."),
+        ),
+    ),
+    "mellum": replace(MIXTURE, models="Mellum 2"),
+    "deepseek_v32": replace(with_indexer(latent(SHARED)), models="DeepSeek-V3.2"),
+}
