@@ -495,7 +495,7 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
         if name.endswith("bias"):  # of a router
             buffer.normal_(0, 0.1)
         elif name.endswith("layer_scalar"):
-            buffer.uniform_(0.5, 1.5)
+            buffer.data = buffer.uniform_(0.5, 1.5).to(dtype)
     for parameter in model.parameters():  # model.to(dtype) would round the buffers of RoPE too
         parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)

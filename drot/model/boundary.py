@@ -151,8 +151,9 @@ class RotatedLayer(Mixin):
             out = out[0]
         if self.boundary_place == "inside":
             output = residual + self._added(out, 1)
-            multiplier = family.output_multiplier
-            return output if multiplier is None else output * getattr(self, multiplier)
+            if family.output_multiplier is not None:
+                output *= getattr(self, family.output_multiplier)  # in place, in the dtype of the stream
+            return output
         if isinstance(self.residual_rotation, RotateAndAdd):
             return self.residual_rotation(residual, out)
         return self.residual_rotation(residual) + self._added(out, 1)
