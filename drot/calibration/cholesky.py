@@ -163,7 +163,8 @@ def _add_gram_(
 def _share_gram_(symmetric: Tensor, a: Tensor, alpha: float, ranks: Ranks, *, mirrored: bool) -> None:
     """`_add_gram_` of one matrix: each rank computes a panel of rows from each end, which are equal work.
 
-    A panel reaches from the first column to the diagonal. The blocks above the diagonal are copies.
+    A panel reaches from the first column to the diagonal. If `mirrored`, the blocks above the diagonal are
+    copies; otherwise they are undefined.
     """
     count, size = 2 * ranks.size, len(symmetric)
     stops = [size * i // count for i in range(count + 1)]

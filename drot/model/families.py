@@ -1,7 +1,7 @@
 """The supported model families, each a declaration of where its weights lie and how rotations act on them.
 
 Nothing outside of drot/model knows the name of a module. A new family is a new entry of FAMILIES, or of
-MIXTURES (mixtures.py), and a small model in tests/small_models.py, on which the tests check that rotations
+MIXTURES (mixtures.py), and a small model in tests/small_families.py, on which the tests check that rotations
 leave the outputs unchanged.
 """
 

@@ -95,9 +95,9 @@ def sensitivity(
 
     The error is tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ), where Ŵ is W pruned by the recipe's method. W is rotated
     and H is the Hessian of the rotated dense model, so each linear is pruned alone. The rotations are trained
-    for the recipe's own sparsities, with `hessians="dense"`. The model is not changed. If it is read layer by
-    layer, the rotations lie in the system's folder for temporary files (TMPDIR) until the function returns.
-    Nothing else is written.
+    for the recipe's own sparsities, with `hessians="dense"`. The model is not changed, and no result is
+    written. Of a model that is read layer by layer, the rotations, and whatever else the main memory does not
+    hold, lie in the system's folder for temporary files (TMPDIR) until the function returns.
 
     Raises UserError for a mistake in the input.
 
