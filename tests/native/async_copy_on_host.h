@@ -5,6 +5,8 @@
 
 #include <deque>
 
+#include "shared_on_host.h"
+
 namespace on_cpu {
 
 struct Copy {
@@ -27,9 +29,10 @@ inline std::deque<std::vector<Copy>>& groups() {
 namespace drot {
 
 template <int kBytes>
-void copy_async(void* to, const void* from) {
+void copy_async(SharedAddress address, const void* from) {
   static_assert(kBytes == 8 || kBytes == 16);
-  if (reinterpret_cast<uintptr_t>(to) % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes)
+  void* const to = reinterpret_cast<void*>(address);
+  if (address % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes)
     throw std::runtime_error("the addresses of a copy must be aligned to its bytes");
   if (on_cpu::early) {
     std::memcpy(to, from, kBytes);

@@ -7,6 +7,8 @@
 #include <bit>
 #include <stdexcept>
 
+#include "shared_on_host.h"
+
 struct uint2 {
   uint32_t x, y;
 };
@@ -101,3 +103,21 @@ struct Bf16 {
 };
 
 }  // namespace on_cpu
+
+namespace drot {
+
+// The counterpart of ldmatrix.x4.
+inline void load_matrices(uint32_t (&loaded)[4], SharedAddress row) {
+  if (row % 16) throw std::runtime_error("ldmatrix needs addresses aligned to 16");
+  // as a double, which holds any address of a process
+  on_cpu::threads[on_cpu::current].mail = static_cast<double>(row);
+  on_cpu::wait(on_cpu::State::kAtWarp);
+  const size_t lane = on_cpu::current % on_cpu::kWarp;
+  for (size_t m = 0; m < 4; ++m) {
+    const double from = on_cpu::threads[on_cpu::current - lane + 8 * m + lane / 4].mail;
+    std::memcpy(&loaded[m], reinterpret_cast<const char*>(static_cast<uintptr_t>(from)) + lane % 4 * 4, 4);
+  }
+  on_cpu::wait(on_cpu::State::kAtWarp);
+}
+
+}  // namespace drot

@@ -39,12 +39,26 @@ extern "C" void skinny(const uint16_t* x, const uint16_t* values, const uint8_t*
   }
 }
 
-extern "C" int64_t bytes_in_flight(int64_t tiles) {
-  return drot::skinny_bytes_in_flight(static_cast<int>(tiles));
+// The blocks of the kernel in the order of their tokens: of one, by how many blocks there are, then of more.
+template <class Ask>
+int64_t ask(int64_t block, const Ask& of) {
+  switch (block) {
+    case 0: return of(drot::SkinnyNarrow());
+    case 1: return of(drot::SkinnyWide());
+    case 2: return of(drot::Skinny16());
+    case 3: return of(drot::Skinny32());
+    default: return of(drot::Skinny64());
+  }
 }
 
-extern "C" int64_t shared_bytes(int64_t tiles) { return drot::skinny_shared_bytes(static_cast<int>(tiles)); }
+extern "C" int64_t bytes_in_flight(int64_t block) {
+  return ask(block, []<class B>(B) { return B::bytes_in_flight(); });
+}
 
-extern "C" int64_t splits(int64_t blocks, int64_t steps, int64_t multiprocessors) {
-  return drot::skinny_splits(blocks, steps, static_cast<int>(multiprocessors));
+extern "C" int64_t shared_bytes(int64_t block, int64_t tokens) {
+  return ask(block, [&]<class B>(B) { return B::shared_bytes(static_cast<int>(tokens)); });
+}
+
+extern "C" int64_t splits(int64_t blocks, int64_t steps, int64_t column_warps, int64_t multiprocessors) {
+  return drot::skinny_splits(blocks, steps, static_cast<int>(column_warps), static_cast<int>(multiprocessors));
 }

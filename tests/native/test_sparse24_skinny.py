@@ -31,18 +31,22 @@ def number(function, *arguments: int) -> int:
     return function(*map(ctypes.c_int64, arguments))
 
 
-@pytest.mark.parametrize(("tiles", "blocks"), [(1, 2), (2, 1)])
-def test_bytes_in_flight(library, tiles: int, blocks: int) -> None:
-    """A multiprocessor has 60 KB of W on their way, and the queues fit every GPU since 8.0.
+@pytest.mark.parametrize(
+    ("block", "tokens", "rows", "stages", "blocks"),
+    [(0, 1, 16, 4, 2), (1, 8, 32, 3, 1), (2, 16, 64, 3, 1), (3, 32, 128, 3, 1), (4, 64, 128, 2, 1)],
+)
+def test_bytes_in_flight(library, block: int, tokens: int, rows: int, stages: int, blocks: int) -> None:
+    """A multiprocessor has 18 KB of W on their way at least, and the queues fit every GPU since 8.0.
 
     Little's law for an H100: 3.35 TB/s · 1 µs / 132 multiprocessors = 25 KB; for an H200, 4.8 TB/s, 36 KB.
+
+    blocks: as many run at once on a multiprocessor of a GPU for consumers.
     """
-    rows = 16 * tiles
-    of_chunk = 8 * rows * (64 // 2 * 2 + 64 // 8)  # warps · rows · bytes of 64 columns of the packed weight
-    assert number(library.bytes_in_flight, tiles) == 4 * of_chunk
-    assert blocks * number(library.bytes_in_flight, tiles) >= 60 * 1024
-    assert number(library.shared_bytes, tiles) <= 99 * 1024 - 1024
-    assert blocks * (number(library.shared_bytes, tiles) + 1024) <= 100 * 1024  # of a multiprocessor of 8.6
+    column_warps = 8 if rows <= 32 else 256 // rows
+    of_chunk = column_warps * rows * (64 // 2 * 2 + 64 // 8)  # bytes of 64 columns of the packed weight
+    assert number(library.bytes_in_flight, block) == (stages - 1) * of_chunk
+    assert number(library.shared_bytes, block, tokens) <= 99 * 1024 - 1024
+    assert blocks * (number(library.shared_bytes, block, tokens) + 1024) <= 100 * 1024
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_bytes_in_flight(library, tiles: int, blocks: int) -> None:
 )
 def test_splits_of_an_h100(library, blocks: int, steps: int, splits: int) -> None:
     """The blocks fill its 132 multiprocessors where the columns suffice for two steps of each warp."""
-    assert number(library.splits, blocks, steps, 132) == splits
+    assert number(library.splits, blocks, steps, 8, 132) == splits
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,17 @@
 
 #include <cstdint>
 
+#include "common/cuda/shared_address.cuh"
+
 namespace drot {
 
 // kBytes: 8 or 16, to which both addresses are aligned.
 template <int kBytes>
-__device__ inline void copy_async(void* to, const void* from) {
-  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+__device__ inline void copy_async(SharedAddress to, const void* from) {
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(kBytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
   }
 }
 

@@ -32,27 +32,21 @@
 //     t = 2 s + 1        row g, groups 4 … 7     row g + 8, groups 4 … 7
 //     the other two      ignored                 ignored
 //
-// sparse24_skinny multiplies 64 columns of W, 16 groups per row, by two products of mma.sp. The result does
-// not depend on the order of the columns if A and B have the same order, so the order is chosen by what a
-// lane loads at once: 16 bytes of values, the non-zeros of groups 4 t … 4 t + 3 of W.
+// ldmatrix.x4 loads four matrices of eight rows of 16 bytes from shared memory: lane 8 m + i gives the address
+// of row i of matrix m, and gets columns 2 t, 2 t + 1 of row g of each matrix. So it loads operand A of both
+// instructions, and operand B where B lies transposed.
 //
-//     operand                            groups of W in product 0         in product 1
-//                                        (selector 0)                     (selector 1)
-//     a[0], a[1] (group t of A)          4 t                              4 t + 2
-//     a[2], a[3] (group t + 4 of A)      4 t + 1                          4 t + 3
-//     b[0], b[1]                         4 (t / 2), 4 (t / 2) + 8         4 (t / 2) + 2, 4 (t / 2) + 10
-//     b[2], b[3]                         4 (t / 2) + 1, 4 (t / 2) + 9     4 (t / 2) + 3, 4 (t / 2) + 11
-//     metadata of lane t = 2 s           0, 4, 8, 12                      2, 6, 10, 14
-//     metadata of lane t = 2 s + 1       1, 5, 9, 13                      3, 7, 11, 15
-//
-// t / 2 is rounded down. Each b has one half of its group: columns 0 and 1 if t is even, 2 and 3 if t is odd.
-// In both products the metadata of lane t are the positions of groups t, t + 4, t + 8 and t + 12.
+// sparse24_skinny multiplies 64 columns of W, 16 groups per row, by two products of mma.sp. The 8 bytes of
+// positions of a row are the metadata of both: lane t has groups 4 t … 4 t + 3, and product s reads those of
+// lanes 2 s and 2 s + 1.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+
+#include "common/cuda/shared_address.cuh"
 
 namespace drot {
 
@@ -77,6 +71,15 @@ namespace drot {
                ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])               \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// loaded: the two elements of this lane in each of four matrices in shared memory. row: the address that this
+// lane gives, aligned to 16 bytes.
+__device__ inline void load_matrices(uint32_t (&loaded)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(loaded[0]), "=r"(loaded[1]), "=r"(loaded[2]), "=r"(loaded[3])
+               : "r"(row)
+               : "memory");
+}
 
 // The element types of both kernels, with the conversions and products of their bit patterns.
 

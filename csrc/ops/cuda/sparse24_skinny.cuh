@@ -1,26 +1,22 @@
 // The skinny kernel of sparse24_linear: y = x Wᵀ (+ bias) (+ residual, or + residual · rotation) for few
 // tokens, by sparse tensor-core products (mma.sp) with W as the sparse operand. Used by sparse24_linear.cu.
 //
-// The packed weight is multiplied as it is; its positions are the metadata of mma.sp. The tables in
-// sparse24_mma.cuh show which columns a lane loads.
+// The packed weight is multiplied as it is: its values are operand A of mma.sp, its positions the metadata
+// (the tables in sparse24_mma.cuh). Each value of W is read once, by one block, if the block has all tokens.
 //
-// A block has 16 · kTiles rows of W and kSkinnyTokens · kTokenTiles tokens. Its warps share the columns, and
-// their sums are added in a fixed order through shared memory. Each value of W is read once, by one block. x
-// is read by every block and comes from the L2 cache.
+// A product with few tokens waits for W. A block has a queue of chunks of W and of x in shared memory, of
+// which all but one are on their way while it multiplies: skinny_bytes_in_flight says how many bytes of W. A
+// chunk has one step of 64 columns for each of the warps that share the columns; the sums of these warps are
+// added in a fixed order through shared memory. Where the blocks are too few for the GPU, several share the
+// columns of the same rows (split-K), and a second kernel adds their sums in a fixed order.
 //
-// A product with few tokens waits for W. The block has a queue of chunks of W in shared memory, of which all
-// but one are on their way while it multiplies: skinny_bytes_in_flight says how many bytes. A chunk has one
-// step of 64 columns for each warp. It is loaded row by row: a warp reads 512 neighbouring bytes at once. x
-// is loaded some steps ahead, in registers. Before, each warp loaded 64 bytes of eight rows, and waited for x
-// in each step: with 1 token and a weight of 4096 x 14336, an H200 read 1.9 of its 4.8 TB/s. Where the blocks
-// are too few for the GPU, several share the columns of the same rows (split-K), and a second kernel adds
-// their sums in a fixed order.
+// The transposed rotation is multiplied in the same way, as a dense matrix, whose chunks follow those of W in
+// the queue: a step has 32 of its columns, which are as many bytes as the values of 64 columns of W.
 //
-// The transposed rotation is multiplied in the same way, as a dense matrix: a step has 32 of its columns,
-// which are as many bytes as the values of 64 columns of W.
-//
-// The rows of W are permuted too: row g of tile q is row 2 kTiles g + 2 q of W, and row g + 8 is the next
-// row. A lane's rows of W are then neighbours.
+// What an H200 showed, with a weight of 4096 x 14336 and one token: 35 us where each warp loaded 64 bytes of
+// eight rows and waited for x in each step, 20.8 us with a queue of whole rows, and 19.5 us where that kernel
+// loaded and did not multiply. Its 168 instructions a step were half of what the GPU can issue, so this one
+// loads operands by ldmatrix, in the order of the columns, and takes a fifth of them.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +24,10 @@
 namespace drot {
 
 constexpr int kSkinnyWarps = 8;
-constexpr int kSkinnyTokens = 8;                          // tokens that one mma instruction multiplies
-constexpr int kSkinnyColumns = 64;                        // columns of W in one step of a warp
-constexpr int kRotationColumns = 32;                      // columns of the rotation in one step of a warp
+constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
+constexpr int kSkinnyTokens = 8;      // tokens that one mma instruction multiplies
+constexpr int kSkinnyColumns = 64;    // columns of W in one step of a warp
+constexpr int kRotationColumns = 32;  // columns of the rotation in one step of a warp
 constexpr int64_t kMostSkinnyRows = int64_t(65535) * 16;  // a grid has 65,535 blocks of at least 16 rows
 
 // The arguments of one call; 16-bit floats as bit patterns. `in` is a multiple of kSkinnyColumns; with a
@@ -50,229 +47,191 @@ struct SkinnyProblem {
   float* partial = nullptr;  // [splits, tokens, out]; null for one split
 };
 
-// Chunks in the queue of a block.
-constexpr int kSkinnyStages = 5;
+// What a block multiplies. A warp has 16 · Tiles rows of W and all tokens of the block, up to 8 · TokenTiles;
+// RowWarps warps have different rows, and the others different columns of the same rows.
+//
+// Rows in shared memory are a vector longer than what they hold, so that the eight rows that ldmatrix reads at
+// once lie in different banks.
+template <int Tiles, int TokenTiles, int RowWarps, int Stages>
+struct SkinnyBlock {
+  static constexpr int kTiles = Tiles, kTokenTiles = TokenTiles, kRowWarps = RowWarps;
+  static constexpr int kStages = Stages;  // chunks in the queue
+  static constexpr int kColumnWarps = kSkinnyWarps / kRowWarps;
+  static constexpr int kRows = 16 * kTiles * kRowWarps, kTokens = kSkinnyTokens * kTokenTiles;
+  static constexpr int kSums = 4 * kTiles * kTokenTiles;  // of a thread
+  // of a row of a chunk: its values in vectors of 16 bytes, its positions in vectors of 8; of a token: x
+  static constexpr int kValueVectors = 4 * kColumnWarps, kValuePitch = kValueVectors + 1;
+  static constexpr int kPositionVectors = kColumnWarps, kPositionPitch = kPositionVectors + 1;
+  static constexpr int kTokenVectors = 8 * kColumnWarps, kTokenPitch = kTokenVectors + 1;
+  // where they begin in a chunk, in bytes
+  static constexpr int kPositionsAt = 16 * kRows * kValuePitch;
+  static constexpr int kTokensAt = kPositionsAt + 8 * kRows * kPositionPitch;
 
-// A row of a chunk in shared memory: its values in vectors of 16 bytes, and its positions in vectors of 8.
-// Each row is a little longer than what it holds, so that the lanes that read at once read different banks.
-constexpr int kStepValues = 32;  // of a row in a step
-constexpr int kValueVectors = kSkinnyWarps * kStepValues / 8, kPositionVectors = kSkinnyWarps;
-constexpr int value_pitch(int tiles) { return kValueVectors + (tiles == 2 ? 1 : 2); }
-constexpr int kPositionPitch = kPositionVectors + 1;
+  // Bytes of a chunk with x of `tokens` tokens.
+  static constexpr int chunk_bytes(int tokens) { return kTokensAt + 16 * kTokenPitch * tokens; }
 
-// Vectors of 16 bytes in a chunk.
-constexpr int skinny_chunk(int tiles) { return 16 * tiles * value_pitch(tiles) + 8 * tiles * kPositionPitch; }
-
-// Bytes of the queue of a block.
-constexpr int64_t skinny_shared_bytes(int tiles) { return int64_t(kSkinnyStages) * skinny_chunk(tiles) * 16; }
-
-// the sums of the warps take the place of the queue, for two tiles of tokens at most
-static_assert(kSkinnyWarps * 32 * 2 * 4 * 4 <= skinny_shared_bytes(1) &&
-              kSkinnyWarps * 32 * 2 * 2 * 4 * 4 <= skinny_shared_bytes(2));
-
-// Bytes of W that are on their way to a block while it multiplies. A row has 64 bytes of values and 8 of
-// positions in a step.
-constexpr int64_t skinny_bytes_in_flight(int tiles) {
-  return int64_t(kSkinnyStages - 1) * kSkinnyWarps * 16 * tiles * (64 + 8);
-}
-
-struct Words4 {
-  uint32_t at[4];
-};
-
-template <class Vector>
-__device__ Words4 words(const Vector& v) {
-  return {v.x, v.y, v.z, v.w};
-}
-
-// The queue of the weights of a block.
-template <int kTiles>
-struct SkinnyQueue {
-  static constexpr int kRows = 16 * kTiles;
-  uint4* shared;  // kSkinnyStages chunks: the values of all rows, then their positions
-
-  __device__ uint4* values(int stage, int row) const {
-    return shared + stage * skinny_chunk(kTiles) + row * value_pitch(kTiles);
+  // Bytes of the queue of a block with `tokens` tokens. The sums of the warps take its place in the end.
+  static constexpr int64_t shared_bytes(int tokens) {
+    const int64_t queue = int64_t(kStages) * chunk_bytes(tokens), sums = 4 * kSums * kSkinnyThreads;
+    return queue > sums ? queue : sums;
   }
-  __device__ uint2* positions(int stage, int row) const {
-    return reinterpret_cast<uint2*>(values(stage, kRows)) + row * kPositionPitch;
+
+  // Bytes of W that are on their way to a block while it multiplies. A row has 64 bytes of values and 8 of
+  // positions in a step.
+  static constexpr int64_t bytes_in_flight() {
+    return int64_t(kStages - 1) * kRows * kColumnWarps * (64 + 8);
   }
 };
 
-// What a thread loads of each chunk of a matrix: in a warp the values of every kSkinnyWarps-th row, one
-// vector a lane, and eight threads the positions of a row.
-template <int kTiles>
+// The kernels for up to 8 tokens, with many blocks and with few, up to 16, up to 32, and more.
+using SkinnyNarrow = SkinnyBlock<1, 1, 1, 4>;
+using SkinnyWide = SkinnyBlock<2, 1, 1, 3>;
+using Skinny16 = SkinnyBlock<2, 2, 2, 3>;
+using Skinny32 = SkinnyBlock<2, 4, 4, 3>;
+using Skinny64 = SkinnyBlock<2, 8, 4, 2>;
+
+// A matrix of which a block multiplies the steps [begin, end) of its columns: W, or the transposed rotation.
+template <bool Dense>
+struct SkinnyMatrix {
+  static constexpr bool kDense = Dense;
+  static constexpr int kTokenVectors = kDense ? 4 : 8;  // of x, in a step
+  const uint16_t* values;                               // [rows, width]
+  const uint8_t* positions;                             // [rows, width / 4]; not read if kDense
+  const uint16_t* x;                                    // [tokens, width], or [tokens, 2 width]
+  int64_t width;
+  int begin, end;
+};
+
+// What a thread loads of each chunk of a matrix: a vector of values of every n-th row, the positions of a step
+// of every n-th row, and a vector of x of every n-th token.
+template <class B, class M>
 struct SkinnyLoader {
-  static constexpr int kRows = 16 * kTiles, kEach = kRows / kSkinnyWarps;
-  static_assert(kValueVectors == 32 && kRows * kPositionVectors <= kSkinnyWarps * 32);
-  const uint16_t* value[kEach];
-  const uint8_t* position;
-  int values_left, positions_left;  // vectors up to the end of the columns, from those of this thread on
+  static constexpr int kTokenVectors = M::kTokenVectors * B::kColumnWarps;  // of a token in a chunk
+  // rows that all threads load at once, and how many such groups of rows there are
+  static constexpr int kValueRows = kSkinnyThreads / B::kValueVectors, kValues = B::kRows / kValueRows;
+  static constexpr int kPositionRows = kSkinnyThreads / B::kPositionVectors;
+  static constexpr int kPositions = M::kDense ? 0 : (B::kRows + kPositionRows - 1) / kPositionRows;
+  static constexpr int kTokenRows = kSkinnyThreads / kTokenVectors;
+  static constexpr int kTokens = (B::kTokens + kTokenRows - 1) / kTokenRows;
+  static_assert(B::kRows % kValueRows == 0 && (B::kRows % kPositionRows == 0 || kPositions <= 1));
 
-  // The steps [begin, end) of the rows from first_row on.
-  // values: [rows, width]. positions: [rows, width / 4], or null for a dense matrix.
-  __device__ SkinnyLoader(const uint16_t* values, const uint8_t* positions, int64_t rows, int64_t width,
-                          int64_t first_row, int64_t begin, int64_t end) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto row_of = [&](int row) {  // results of rows beyond are not stored
-      return first_row + row < rows ? first_row + row : rows - 1;
-    };
+  const uint16_t* values[kValues];
+  const uint8_t* positions[kPositions + 1];
+  const uint16_t* x[kTokens];
+  SharedAddress values_to, positions_to, x_to;  // in the first chunk
+  int tokens, left;                             // steps up to the end of the columns
+
+  // Rows beyond the last are loaded from the last; their results are not stored.
+  __device__ SkinnyLoader(const M& m, SharedAddress shared, int tokens, int64_t rows, int64_t first_row)
+      : tokens(tokens), left(m.end - m.begin) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const auto row_of = [&](int row) { return first_row + row < rows ? first_row + row : rows - 1; };
+    const int value_row = thread / B::kValueVectors, value = thread % B::kValueVectors;
+    values_to = shared + 16 * (value_row * B::kValuePitch + value);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      value[i] = values + row_of(i * kSkinnyWarps + warp) * width + begin * kStepValues + 8 * lane;
+    for (int i = 0; i < kValues; ++i) {
+      values[i] = m.values + row_of(value_row + i * kValueRows) * m.width + m.begin * 32 + 8 * value;
     }
-    const int row = threadIdx.x / kPositionVectors, vector = threadIdx.x % kPositionVectors;
-    position = positions + row_of(row) * (width / 4) + (begin + vector) * 8;
-    values_left = static_cast<int>(end - begin) * 4 - lane;
-    positions_left = positions && row < kRows ? static_cast<int>(end - begin) - vector : 0;
+    const int position_row = thread / B::kPositionVectors, position = thread % B::kPositionVectors;
+    positions_to = shared + B::kPositionsAt + 8 * (position_row * B::kPositionPitch + position);
+#pragma unroll
+    for (int i = 0; i < kPositions; ++i) {
+      positions[i] = m.positions + row_of(position_row + i * kPositionRows) * (m.width / 4) +
+                     (m.begin + position) * 8;
+    }
+    const int token = thread / kTokenVectors, vector = thread % kTokenVectors;
+    const int64_t x_width = M::kDense ? m.width : 2 * m.width;
+    x_to = shared + B::kTokensAt + 16 * (token * B::kTokenPitch + vector);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      x[i] = m.x + (token + i * kTokenRows) * x_width + m.begin * 8 * M::kTokenVectors + 8 * vector;
+    }
   }
 
-  // Starts to load the next chunk, as one group of copies; beyond the end of the columns an empty group.
-  __device__ void load(const SkinnyQueue<kTiles>& queue, int stage) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (values_left > 0) {
+  // Starts to load the next chunk, `at` bytes into the queue, as one group of copies; beyond the end of the
+  // columns an empty group.
+  __device__ void load(int at) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread % B::kValueVectors / 4 < left) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        copy_async<16>(queue.values(stage, i * kSkinnyWarps + warp) + lane, value[i]);
-        value[i] += 8 * kValueVectors;
+      for (int i = 0; i < kValues; ++i) {
+        copy_async<16>(values_to + at + 16 * i * kValueRows * B::kValuePitch, values[i]);
+        values[i] += 8 * B::kValueVectors;
       }
     }
-    if (positions_left > 0) {
-      copy_async<8>(queue.positions(stage, threadIdx.x / kPositionVectors) + threadIdx.x % kPositionVectors,
-                    position);
+    if (thread % B::kPositionVectors < left && thread / B::kPositionVectors < B::kRows) {
+#pragma unroll
+      for (int i = 0; i < kPositions; ++i) {
+        copy_async<8>(positions_to + at + 8 * i * kPositionRows * B::kPositionPitch, positions[i]);
+        positions[i] += 8 * B::kPositionVectors;
+      }
     }
-    position += 8 * kPositionVectors;
-    values_left -= kValueVectors;
-    positions_left -= kPositionVectors;
+    if (thread % kTokenVectors / M::kTokenVectors < left) {
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        if (thread / kTokenVectors + i * kTokenRows < tokens) {
+          copy_async<16>(x_to + at + 16 * i * kTokenRows * B::kTokenPitch, x[i]);
+        }
+        x[i] += 8 * kTokenVectors;
+      }
+    }
+    left -= B::kColumnWarps;
     commit_copies();
   }
 };
 
-// x of the steps of a warp: each kSkinnyWarps-th step of [begin, end), of 32 kVectors columns. A lane has
-// eight columns of each 32 and of each tile of tokens.
-template <int kTokenTiles, int kVectors>
-struct SkinnyTokens {
-  using Step = uint4[kTokenTiles][kVectors];
-  const uint16_t* from[kTokenTiles];  // null for a token that is not there
-  int left;                           // steps up to the end
+// Where a warp reads its step of the first chunk: the addresses that this lane gives to load_matrices.
+template <class B>
+struct SkinnyReader {
+  SharedAddress values;  // of the first tile of rows: matrices of rows 0 … 7 and 8 … 15, then the next vector
+  SharedAddress positions;
+  SharedAddress x[B::kTokenTiles];  // matrices of eight tokens, of four neighbouring vectors
 
-  // x: [tokens, width].
-  __device__ SkinnyTokens(const uint16_t* x, int tokens, int64_t width, int64_t begin, int64_t end) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
+  // Tokens beyond the last are read from the last; their results are not stored.
+  __device__ SkinnyReader(SharedAddress shared, int tokens, int token_vectors) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first_row = warp / B::kColumnWarps * 16 * B::kTiles, step = warp % B::kColumnWarps;
+    values = shared + 16 * ((first_row + lane % 16) * B::kValuePitch + 4 * step + lane / 16);
+    positions =
+        shared + B::kPositionsAt + 8 * ((first_row + lane / 4) * B::kPositionPitch + step) + lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      const int token = kSkinnyTokens * n + g;
-      from[n] = token < tokens ? x + token * width + (begin + warp) * 32 * kVectors + 8 * t : nullptr;
+    for (int n = 0; n < B::kTokenTiles; ++n) {
+      const int token = kSkinnyTokens * n + lane % 8;
+      x[n] = shared + B::kTokensAt +
+             16 * ((token < tokens ? token : tokens - 1) * B::kTokenPitch + token_vectors * step + lane / 8);
     }
-    left = static_cast<int>(end - begin) - warp;
-  }
-
-  // x of the next step; 0 beyond the end.
-  __device__ void load(Step& x) {
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      const bool there = from[n] && left > 0;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        x[n][v] = there ? *reinterpret_cast<const uint4*>(from[n] + 32 * v) : uint4{};
-      }
-      if (there) from[n] += kSkinnyWarps * 32 * kVectors;
-    }
-    left -= kSkinnyWarps;
   }
 };
 
-// Calls multiply(stage, x) for each of the steps that this warp has of [begin, end).
-template <int kTiles, int kTokenTiles, int kVectors, class Multiply>
-__device__ void for_each_step(const SkinnyQueue<kTiles>& queue, SkinnyLoader<kTiles> matrix,
-                              SkinnyTokens<kTokenTiles, kVectors> tokens, int64_t begin, int64_t end,
-                              const Multiply& multiply) {
-  // x is loaded so many steps ahead. The loop is unrolled so that no register moves: a move would wait for x
-  constexpr int kAhead = kTokenTiles == 1 ? 3 : 1, kUnrolled = kAhead + 1;
-  const int steps = static_cast<int>(end - begin), warp = threadIdx.x / 32;
-  __syncthreads();  // nobody reads what was in the queue before
-  for (int i = 0; i < kSkinnyStages - 1; ++i) matrix.load(queue, i);
-  typename SkinnyTokens<kTokenTiles, kVectors>::Step x[kUnrolled];
+// sum += the product of the warp's step of a matrix in the chunk that is `at` bytes into the queue: two
+// products of 32 columns of W, or of 16 of the rotation.
+template <class E, bool kDense, class B>
+__device__ void add_step(const SkinnyReader<B>& from, int at, float (&sum)[B::kTiles][B::kTokenTiles][4]) {
+  uint32_t w[B::kTiles][2][4], metadata[B::kTiles];
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) tokens.load(x[i]);
-  int stage = 0;
-  for (int first = 0; first < steps;) {
-#pragma unroll
-    for (int i = 0; i < kUnrolled; ++i) {
-      if (first >= steps) break;
-      tokens.load(x[(i + kAhead) % kUnrolled]);
-      wait_for_copies<kSkinnyStages - 2>();
-      __syncthreads();  // the copies of all threads are there, and nobody reads the chunk before
-      matrix.load(queue, stage == 0 ? kSkinnyStages - 1 : stage - 1);  // in the place of the chunk before
-      if (first + warp < steps) multiply(stage, x[i]);
-      stage = stage + 1 == kSkinnyStages ? 0 : stage + 1;
-      first += kSkinnyWarps;
+  for (int q = 0; q < B::kTiles; ++q) {
+    const SharedAddress values = from.values + at + 16 * 16 * q * B::kValuePitch;
+    load_matrices(w[q][0], values);
+    load_matrices(w[q][1], values + 32);
+    if constexpr (!kDense) {
+      const SharedAddress positions = from.positions + at + 8 * 16 * q * B::kPositionPitch;
+      metadata[q] = load_shared(positions) |
+                    static_cast<uint32_t>(load_shared(positions + 8 * 8 * B::kPositionPitch)) << 16;
     }
   }
-}
-
-// 16 bits of metadata: positions of groups t, t + 4, t + 8 and t + 12 of a row.
-__device__ inline uint32_t metadata(const uint2& positions, int t) {
-  const uint32_t low = positions.x >> (4 * t) & 0x000f000fu, high = positions.y >> (4 * t) & 0x000f000fu;
-  return ((low | low >> 12) & 0xffu) | ((high | high >> 12) & 0xffu) << 8;
-}
-
-// x: eight columns, groups 2 (t % 2) and 2 (t % 2) + 1 of four neighbouring groups. Returns one half of each
-// of the four groups, as operand B needs them: columns 0 and 1 if t is even, 2 and 3 if t is odd. Each pair
-// of lanes (t even, t + 1) exchanges the other halves.
-__device__ inline Words4 halves_of_groups(const uint4& x, int t) {
-  const bool upper = t % 2;
-  const uint32_t first = __shfl_xor_sync(0xffffffffu, upper ? x.x : x.y, 1);
-  const uint32_t second = __shfl_xor_sync(0xffffffffu, upper ? x.z : x.w, 1);
-  return upper ? Words4{first, second, x.y, x.w} : Words4{x.x, x.z, first, second};
-}
-
-// sum += the product of one step of W in the queue.
-template <class E, int kTiles, int kTokenTiles>
-__device__ void add_step(const SkinnyQueue<kTiles>& queue, int stage, const uint4 (&from)[kTokenTiles][2],
-                         float (&sum)[kTiles][kTokenTiles][4]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  Words4 x[kTokenTiles][2];
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
-    x[n][0] = halves_of_groups(from[n][0], t);
-    x[n][1] = halves_of_groups(from[n][1], t);
-  }
+  for (int n = 0; n < B::kTokenTiles; ++n) {
+    uint32_t x[2][4];
+    load_matrices(x[0], from.x[n] + at);
+    if constexpr (!kDense) load_matrices(x[1], from.x[n] + at + 64);
 #pragma unroll
-  for (int q = 0; q < kTiles; ++q) {
-    const int row = 2 * kTiles * g + 2 * q;
-    const Words4 low = words(queue.values(stage, row)[4 * warp + t]),
-                 high = words(queue.values(stage, row + 1)[4 * warp + t]);
-    const uint32_t meta = metadata(queue.positions(stage, row)[warp], t) |
-                          metadata(queue.positions(stage, row + 1)[warp], t) << 16;
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      E::template multiply_sparse<0>(sum[q][n], {low.at[0], high.at[0], low.at[1], high.at[1]},
-                                     {x[n][0].at[0], x[n][1].at[0], x[n][0].at[1], x[n][1].at[1]}, meta);
-      E::template multiply_sparse<1>(sum[q][n], {low.at[2], high.at[2], low.at[3], high.at[3]},
-                                     {x[n][0].at[2], x[n][1].at[2], x[n][0].at[3], x[n][1].at[3]}, meta);
-    }
-  }
-}
-
-// sum += the product of one step of the transposed rotation in the queue: 32 columns, of which lane t has
-// eight neighbours, as it has of the residual; two products of 16.
-template <class E, int kTiles, int kTokenTiles>
-__device__ void add_rotation(const SkinnyQueue<kTiles>& queue, int stage, const uint4 (&from)[kTokenTiles][1],
-                             float (&sum)[kTiles][kTokenTiles][4]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int q = 0; q < kTiles; ++q) {
-    const int row = 2 * kTiles * g + 2 * q;
-    const Words4 low = words(queue.values(stage, row)[4 * warp + t]),
-                 high = words(queue.values(stage, row + 1)[4 * warp + t]);
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      const Words4 r = words(from[n][0]);
-#pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        E::multiply_dense(sum[q][n], {low.at[k], high.at[k], low.at[k + 1], high.at[k + 1]}, r.at[k],
-                          r.at[k + 1]);
+    for (int q = 0; q < B::kTiles; ++q) {
+      if constexpr (kDense) {
+        E::multiply_dense(sum[q][n], w[q][0], x[0][0], x[0][1]);
+        E::multiply_dense(sum[q][n], w[q][1], x[0][2], x[0][3]);
+      } else {
+        E::template multiply_sparse<0>(sum[q][n], w[q][0], x[0], metadata[q]);
+        E::template multiply_sparse<1>(sum[q][n], w[q][1], x[1], metadata[q]);
       }
     }
   }
@@ -287,62 +246,91 @@ __device__ void store_skinny(const SkinnyProblem& p, int64_t token, int64_t row,
 }
 
 // E: Bf16Element or Fp16Element. Block (i, j) has the j-th tile of rows and, with i = n · splits + s, the
-// n-th tile of tokens and the s-th part of the columns, so that blocks with the same rows of W run at about
+// n-th group of tokens and the s-th part of the columns, so that blocks with the same rows of W run at about
 // the same time.
-template <class E, int kTiles, int kTokenTiles>
-__global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(SkinnyProblem p) {
-  constexpr int kSums = kTiles * kTokenTiles * 4;
+template <class E, class B>
+__global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny(SkinnyProblem p) {
   extern __shared__ uint4 dynamic_shared[];
+  const SharedAddress shared = shared_address(dynamic_shared);
   const int split = static_cast<int>(blockIdx.x) % p.splits;
-  const int first_token = static_cast<int>(blockIdx.x) / p.splits * kSkinnyTokens * kTokenTiles;
-  float* const partial = p.partial ? p.partial + (int64_t(split) * p.tokens + first_token) * p.out : nullptr;
-  p.x += first_token * p.in;
-  p.y += first_token * p.out;
-  if (p.residual) p.residual += first_token * p.out;
-  p.tokens -= first_token;
+  const int64_t first_token = static_cast<int>(blockIdx.x) / p.splits * B::kTokens;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.y) * B::kRows;
+  const int64_t tokens_left = p.tokens - first_token;
+  const int tokens = tokens_left < B::kTokens ? static_cast<int>(tokens_left) : B::kTokens;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first_row = static_cast<int64_t>(blockIdx.y) * 16 * kTiles;
-  float sum[kTiles][kTokenTiles][4] = {};
+  const auto part = [&](auto& matrix, int64_t steps) {
+    matrix.begin = static_cast<int>(steps) * split / p.splits;
+    matrix.end = static_cast<int>(steps) * (split + 1) / p.splits;
+  };
+  SkinnyMatrix<false> weight{
+      .values = p.values, .positions = p.positions, .x = p.x + first_token * p.in, .width = p.in / 2};
+  part(weight, p.in / kSkinnyColumns);
 
-  const SkinnyQueue<kTiles> queue{dynamic_shared};
-  const int64_t steps = p.in / kSkinnyColumns, begin = steps * split / p.splits,
-                end = steps * (split + 1) / p.splits;
-  for_each_step(queue, SkinnyLoader<kTiles>(p.values, p.positions, p.out, p.in / 2, first_row, begin, end),
-                SkinnyTokens<kTokenTiles, 2>(p.x, p.tokens, p.in, begin, end), begin, end,
-                [&](int stage, const auto& x) { add_step<E>(queue, stage, x, sum); });
-  if (p.rotation) {
-    const int64_t steps = p.out / kRotationColumns, begin = steps * split / p.splits,
-                  end = steps * (split + 1) / p.splits;
-    for_each_step(queue, SkinnyLoader<kTiles>(p.rotation, nullptr, p.out, p.out, first_row, begin, end),
-                  SkinnyTokens<kTokenTiles, 1>(p.residual, p.tokens, p.out, begin, end), begin, end,
-                  [&](int stage, const auto& r) { add_rotation<E>(queue, stage, r, sum); });
+  constexpr int kAhead = B::kStages - 1;  // chunks on their way
+  const int chunk_bytes = B::chunk_bytes(tokens), queue_bytes = B::kStages * chunk_bytes;
+  int at = 0, before = queue_bytes - chunk_bytes;  // of the chunk that is multiplied, and of the one before
+  // Takes `chunks` chunks from the queue, while `loader` puts as many there; left: steps in those and later
+  const auto multiply = [&](int chunks, int left, auto& loader, const auto& add) {
+    for (; chunks > 0; --chunks, left -= B::kColumnWarps) {
+      wait_for_copies<kAhead - 1>();
+      __syncthreads();  // the copies of all threads are there, and nobody reads the chunk before
+      loader.load(before);
+      if (warp % B::kColumnWarps < left) add(at);
+      before = at;
+      at = at + chunk_bytes == queue_bytes ? 0 : at + chunk_bytes;
+    }
+  };
+  const auto chunks_of = [](int steps) { return (steps + B::kColumnWarps - 1) / B::kColumnWarps; };
+
+  float sum[B::kTiles][B::kTokenTiles][4] = {};
+  const SkinnyReader<B> reader(shared, tokens, SkinnyMatrix<false>::kTokenVectors);
+  const auto add_weight = [&](int at) { add_step<E, false>(reader, at, sum); };
+  SkinnyLoader<B, SkinnyMatrix<false>> loader(weight, shared, tokens, p.out, first_row);
+  const int steps = weight.end - weight.begin, chunks = chunks_of(steps);
+  if (!p.rotation) {
+    for (int i = 0; i < kAhead; ++i) loader.load(i * chunk_bytes);
+    multiply(chunks, steps, loader, add_weight);
+  } else {
+    SkinnyMatrix<true> rotation{
+        .values = p.rotation, .positions = nullptr, .x = p.residual + first_token * p.out, .width = p.out};
+    part(rotation, p.out / kRotationColumns);
+    const int first = chunks < kAhead ? chunks : kAhead;  // chunks of W in the queue when its last is loaded
+    for (int i = 0; i < first; ++i) loader.load(i * chunk_bytes);
+    SkinnyLoader<B, SkinnyMatrix<true>> next(rotation, shared, tokens, p.out, first_row);
+    for (int i = first; i < kAhead; ++i) next.load(i * chunk_bytes);
+    multiply(chunks - first, steps, loader, add_weight);
+    multiply(first, steps - (chunks - first) * B::kColumnWarps, next, add_weight);
+    const SkinnyReader<B> reader(shared, tokens, SkinnyMatrix<true>::kTokenVectors);
+    const int more = rotation.end - rotation.begin;
+    multiply(chunks_of(more), more, next, [&](int at) { add_step<E, true>(reader, at, sum); });
   }
 
   __syncthreads();                                                  // nobody reads the queue any more
   auto* const of_warps = reinterpret_cast<float*>(dynamic_shared);  // [kSkinnyWarps, kSums, 32]
 #pragma unroll
-  for (int q = 0; q < kTiles; ++q) {
+  for (int q = 0; q < B::kTiles; ++q) {
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
+    for (int n = 0; n < B::kTokenTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        of_warps[(warp * kSums + (q * kTokenTiles + n) * 4 + i) * 32 + lane] = sum[q][n][i];
+        of_warps[(warp * B::kSums + (q * B::kTokenTiles + n) * 4 + i) * 32 + lane] = sum[q][n][i];
       }
     }
   }
   __syncthreads();
-  for (int at = threadIdx.x; at < kSums * 32; at += kSkinnyWarps * 32) {
-    const int i = at / 32, of = at % 32;
-    const int tile = i / 4 / kTokenTiles, token = i / 4 % kTokenTiles * kSkinnyTokens + of % 4 * 2 + i % 2;
-    const int64_t row = first_row + 2 * kTiles * (of / 4) + 2 * tile + i % 4 / 2;
-    if (token >= p.tokens || row >= p.out) continue;
+  for (int at = threadIdx.x; at < B::kRows * tokens; at += kSkinnyThreads) {
+    const int row = at % B::kRows, token = at / B::kRows;
+    if (first_row + row >= p.out) continue;
+    const int first = row / (16 * B::kTiles) * B::kColumnWarps;  // of the warps with this row
+    const int q = row / 16 % B::kTiles, n = token / 8, i = row / 8 % 2 * 2 + token % 2;
+    const int in_warp = ((q * B::kTokenTiles + n) * 4 + i) * 32 + row % 8 * 4 + token % 8 / 2;
     float y = 0;
 #pragma unroll
-    for (int w = 0; w < kSkinnyWarps; ++w) y += of_warps[(w * kSums + i) * 32 + of];
-    if (partial) {
-      partial[token * p.out + row] = y;
+    for (int w = 0; w < B::kColumnWarps; ++w) y += of_warps[(first + w) * B::kSums * 32 + in_warp];
+    if (p.partial) {
+      p.partial[(split * int64_t(p.tokens) + first_token + token) * p.out + first_row + row] = y;
     } else {
-      store_skinny<E>(p, token, row, y);
+      store_skinny<E>(p, first_token + token, first_row + row, y);
     }
   }
 }
@@ -363,10 +351,23 @@ __global__ void __launch_bounds__(kSkinnySumThreads) sparse24_skinny_sum(SkinnyP
 
 // How many blocks share the columns of the same rows: as many as fill the GPU with one block a
 // multiprocessor, while each warp has at least two steps.
-constexpr int skinny_splits(int64_t blocks, int64_t steps, int multiprocessors) {
-  const int64_t wanted = multiprocessors / blocks, most = steps / (2 * kSkinnyWarps);
+constexpr int skinny_splits(int64_t blocks, int64_t steps, int column_warps, int multiprocessors) {
+  const int64_t wanted = multiprocessors / blocks, most = steps / (2 * column_warps);
   const int64_t splits = wanted < most ? wanted : most;
   return splits < 1 ? 1 : static_cast<int>(splits);
+}
+
+template <class E, class B, class LauncherT>
+void run_sparse24_skinny_block(LauncherT& launcher, SkinnyProblem p) {
+  const int64_t rows = (p.out + B::kRows - 1) / B::kRows, groups = (p.tokens + B::kTokens - 1) / B::kTokens;
+  p.splits = skinny_splits(rows * groups, p.in / kSkinnyColumns, B::kColumnWarps, launcher.multiprocessors());
+  if (p.splits > 1) p.partial = launcher.template allocate<float>(p.splits * p.tokens * p.out);
+  launcher.launch(&sparse24_skinny<E, B>, dim3(groups * p.splits, rows), dim3(kSkinnyThreads),
+                  B::shared_bytes(p.tokens < B::kTokens ? p.tokens : B::kTokens), p);
+  if (p.splits > 1) {
+    const dim3 grid((p.out + kSkinnySumThreads - 1) / kSkinnySumThreads, p.tokens);
+    launcher.launch(&sparse24_skinny_sum<E>, grid, dim3(kSkinnySumThreads), /*shared_bytes=*/0, p);
+  }
 }
 
 // launcher: a Launcher (common/cuda/launcher.cuh). p.out is at most kMostSkinnyRows.
@@ -374,27 +375,14 @@ template <class E, class LauncherT>
 void run_sparse24_skinny(LauncherT& launcher, SkinnyProblem p) {
   // Two tiles of rows a block halve the reads of x. For few tokens, which read little of x, they are used if
   // two blocks a multiprocessor remain: one multiplies while the other waits at its barrier.
-  const int64_t least =
-      p.tokens <= kSkinnyTokens ? 2 * launcher.multiprocessors() : launcher.multiprocessors() / 2;
-  const bool two_tiles = p.out / 32 >= least;
-  const auto launch = [&](auto kernel, int tiles, int tokens) {
-    const int64_t rows = (p.out + 16 * tiles - 1) / (16 * tiles), groups = (p.tokens + tokens - 1) / tokens;
-    p.splits = skinny_splits(rows * groups, p.in / kSkinnyColumns, launcher.multiprocessors());
-    if (p.splits > 1) p.partial = launcher.template allocate<float>(p.splits * p.tokens * p.out);
-    launcher.launch(kernel, dim3(groups * p.splits, rows), dim3(kSkinnyWarps * 32),
-                    skinny_shared_bytes(tiles), p);
-  };
   if (p.tokens <= kSkinnyTokens) {
-    two_tiles ? launch(&sparse24_skinny<E, 2, 1>, 2, kSkinnyTokens)
-              : launch(&sparse24_skinny<E, 1, 1>, 1, kSkinnyTokens);
-  } else {
-    two_tiles ? launch(&sparse24_skinny<E, 2, 2>, 2, 2 * kSkinnyTokens)
-              : launch(&sparse24_skinny<E, 1, 2>, 1, 2 * kSkinnyTokens);
+    return p.out / 32 >= 2 * launcher.multiprocessors()
+               ? run_sparse24_skinny_block<E, SkinnyWide>(launcher, p)
+               : run_sparse24_skinny_block<E, SkinnyNarrow>(launcher, p);
   }
-  if (p.splits > 1) {
-    const dim3 grid((p.out + kSkinnySumThreads - 1) / kSkinnySumThreads, p.tokens);
-    launcher.launch(&sparse24_skinny_sum<E>, grid, dim3(kSkinnySumThreads), /*shared_bytes=*/0, p);
-  }
+  if (p.tokens <= 2 * kSkinnyTokens) return run_sparse24_skinny_block<E, Skinny16>(launcher, p);
+  if (p.tokens <= 4 * kSkinnyTokens) return run_sparse24_skinny_block<E, Skinny32>(launcher, p);
+  run_sparse24_skinny_block<E, Skinny64>(launcher, p);
 }
 
 }  // namespace drot
