@@ -86,7 +86,7 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
         compressed_weights = itertools.cycle([compressed for _, _, compressed in copied])
 
         def cusparselt() -> Tensor:
-            return torch._cslt_sparse_mm(next(compressed_weights).view(dtype), x.t()).t()
+            return torch._cslt_sparse_mm(next(compressed_weights).view(dtype).view(out, -1), x.t()).t()
 
         if tokens % 8 == 0 and not rotate and copied[0][2].numel():
             try:

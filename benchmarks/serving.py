@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3, help="all requests are sent so many times")
     parser.add_argument("--sequential", action="store_true", help="as of drot serve")
+    parser.add_argument("--device", default="cpu", help="as of drot serve")
     add_csv(parser)
     options = parser.parse_args()
     if options.rounds < 2:
@@ -109,7 +110,8 @@ def main() -> None:
     kinds = [kind for kind, count in expected.items() for _ in range(count)]
     random.Random(0).shuffle(kinds)
     expected = {kind: count * options.rounds for kind, count in expected.items()}
-    with server(options.model, ["--sequential"] * options.sequential) as (address, pid):
+    given = ["--device", options.device, *["--sequential"] * options.sequential]
+    with server(options.model, given) as (address, pid):
         client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
         memory, results, start = [resident(pid)], [], time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(options.clients) as pool:
@@ -128,7 +130,7 @@ def main() -> None:
     row = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
-        "machine": machine("cpu"),
+        "machine": machine(options.device),
         "threads": torch.get_num_threads(),
         "model": Path(options.model).name,
         "way": "sequential" if options.sequential else "batch",

@@ -8,6 +8,7 @@ each of n sequences.
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,12 +200,18 @@ def set_compressed(model: nn.Module, phase: str) -> None:
 def call_of(model: Any, case: Case, device: torch.device, *, compiled: bool = False) -> Callable[[], object]:
     """A function that runs the case: one forward pass, or NEW_TOKENS of them in a decode of a whole model.
 
+    Of a layer it runs the layer alone. Masks, the angles of RoPE and the last norm are made once a pass.
+
     compiled: whether `model` is one of `with_compiled`, whose step is compiled.
     """
     shape = (1, case.size) if case.phase == "prefill" else (case.size, 1)
     if case.what == "layer":
         hidden = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, device=device)
-        call = lambda: model.base_model(inputs_embeds=hidden, use_cache=False)  # noqa: E731
+        decoder = DecoderModel(model)
+        # the arguments of a layer do not depend on the tokens, nor on how many sequences there are
+        tokens = torch.zeros(1, shape[1], dtype=torch.long)
+        _, (arguments,) = decoder.record(tokens, lambda sizes, dtype: torch.empty(*sizes, dtype=dtype))
+        call = partial(decoder.layers[0], hidden, arguments)
         # packed experts wait for the numbers of their tokens, so no variant of a mixture becomes a graph
         return call if family_of(model.config).experts is not None else replayed(call, device)
     ids = torch.randint(model.config.vocab_size, shape, device=device)

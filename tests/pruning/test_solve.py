@@ -141,7 +141,10 @@ def test_admm_moves_the_mask_and_gains_by_it(device):
 
 
 def test_the_linears_of_a_group_share_their_inverses(device, monkeypatch):
-    """As many inverses as ADMM takes for one linear, and each of its own pattern and no worse than before."""
+    """As many inverses as ADMM takes for one linear, and each of its own pattern and no worse than before.
+
+    On a GPU the first inverse gives the later ones by products in 16 bits.
+    """
     weight, hessian = problem(48, 96, device, torch.float32)
     weights, patterns = weight.split([8, 16, 24]), ("2:4", "0.5", "4:8")
     sparsities = [Sparsity.parse(pattern) for pattern in patterns]
@@ -151,7 +154,8 @@ def test_the_linears_of_a_group_share_their_inverses(device, monkeypatch):
     starts = [prune_wanda(w, hessian.diagonal(), s) for w, s in zip(weights, sparsities, strict=True)]
     found = solve_kept_weights(starts, weights, hessian, sparsities, solver="admm", damping=DAMPING)
     (iterations,) = {outcome.admm_iterations for outcome in found}
-    assert len(inverses) in (iterations // ADMM_INTERVAL, iterations // ADMM_INTERVAL + 1)
+    grown = 0 if device == "cuda" else iterations // ADMM_INTERVAL
+    assert len(inverses) in (grown, grown + 1) and inverses
     for outcome, start, target, sparsity in zip(found, starts, weights, sparsities, strict=True):
         assert int(outcome.removed.sum()) == int(start.removed.sum())
         if sparsity.structured:

@@ -13,10 +13,10 @@ bool supports(at::ScalarType, int64_t, int64_t, int64_t, const char** reason) {
 }
 int version() { return 0; }
 at::Tensor compress(const at::Tensor&) { TORCH_CHECK(false, kNotBuilt); }
-CusparseltConfig search_config(const at::Tensor&, const at::Tensor&, int64_t, bool) {
+CusparseltConfig search_config(const at::Tensor&, const at::Tensor&, int64_t) {
   TORCH_CHECK(false, kNotBuilt);
 }
-void matmul(const at::Tensor&, const at::Tensor&, at::Tensor&, bool, const CusparseltConfig&) {
+void matmul(const at::Tensor&, const at::Tensor&, at::Tensor&, const CusparseltConfig&) {
   TORCH_CHECK(false, kNotBuilt);
 }
 
@@ -26,7 +26,6 @@ void matmul(const at::Tensor&, const at::Tensor&, at::Tensor&, bool, const Cuspa
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cusparseLt.h>
@@ -152,7 +151,7 @@ struct PlanKey {
   auto operator<=>(const PlanKey&) const = default;
 };
 
-// The plan of y = x Wᵀ (+ y). cuSPARSELt computes
+// The plan of y = x Wᵀ. cuSPARSELt computes
 //
 //   D = alpha · op(A) op(B) + beta · C
 //   A = W [out, in]            in row order, sparse; op(A) = A
@@ -188,12 +187,12 @@ class Plan {
         compressed_bytes_(static_cast<int64_t>(compressed_size(weight_).bytes)) {}
 
   // Times all configs and returns the fastest, which this plan then has. y is not a result.
-  CusparseltConfig search(const at::Tensor& compressed, const at::Tensor& x, bool add) {
+  CusparseltConfig search(const at::Tensor& compressed, const at::Tensor& x) {
     check(compressed);
-    at::Tensor y = at::zeros({key_.tokens, key_.out}, x.options());  // read if `add`
+    at::Tensor y = at::empty({key_.tokens, key_.out}, x.options());
     at::Tensor workspace = allocate_workspace(x);
     cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-    const float alpha = 1, beta = add ? 1 : 0;
+    const float alpha = 1, beta = 0;
     DROT_CUSPARSELT_CHECK(cusparseLtMatmulSearch(
         handle(), plan_.get(), &alpha, /*d_A=*/compressed.const_data_ptr(), /*d_B=*/x.const_data_ptr(), &beta,
         /*d_C=*/y.const_data_ptr(), /*d_D=*/y.mutable_data_ptr(), workspace.mutable_data_ptr(),
@@ -204,11 +203,11 @@ class Plan {
             .split_k_buffers = get(CUSPARSELT_MATMUL_SPLIT_K_BUFFERS)};
   }
 
-  void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add) const {
+  void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y) const {
     check(compressed);
     at::Tensor workspace = allocate_workspace(x);
     cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-    const float alpha = 1, beta = add ? 1 : 0;
+    const float alpha = 1, beta = 0;
     DROT_CUSPARSELT_CHECK(cusparseLtMatmul(
         handle(), plan_.get(), &alpha, /*d_A=*/compressed.const_data_ptr(), /*d_B=*/x.const_data_ptr(), &beta,
         /*d_C=*/y.const_data_ptr(), /*d_D=*/y.mutable_data_ptr(), workspace.mutable_data_ptr(),
@@ -337,25 +336,24 @@ at::Tensor compress(const at::Tensor& w) {
   return compressed;
 }
 
-CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x, int64_t out, bool add) {
+CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x, int64_t out) {
   // cuSPARSELt 0.8.0 tries a kernel that ends in an illegal instruction on an H200, after which the process
   // can use the GPU no more: 40 to 100 tokens and weights of 64 x 256 and 96 x 256 in fp16
   if (x.scalar_type() == at::kHalf) return {};
   const at::Tensor padded_x = pad_tokens(x);
   const std::lock_guard<std::mutex> guard(mutex());
-  return Plan(plan_key(padded_x, out, /*config=*/{})).search(compressed, padded_x, add);
+  return Plan(plan_key(padded_x, out, /*config=*/{})).search(compressed, padded_x);
 }
 
-void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add,
+void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y,
             const CusparseltConfig& config) {
   const int64_t tokens = y.size(0), out = y.size(1);
   const at::Tensor padded_x = pad_tokens(x);
   const bool padded = padded_x.size(0) != tokens;
   at::Tensor padded_y = padded ? at::empty({padded_x.size(0), out}, y.options()) : y;
-  if (add && padded) padded_y.narrow(0, 0, tokens).copy_(y);
   {
     const std::lock_guard<std::mutex> guard(mutex());
-    plan_for(plan_key(padded_x, out, config)).matmul(compressed, padded_x, padded_y, add);
+    plan_for(plan_key(padded_x, out, config)).matmul(compressed, padded_x, padded_y);
   }
   if (padded) y.copy_(padded_y.narrow(0, 0, tokens));
 }

@@ -32,19 +32,18 @@ int version();
 // w: dense [out, in] with 2:4 sparsity, contiguous -> compressed, uint8 [n].
 at::Tensor compress(const at::Tensor& w);
 
-// The fastest config for a call of matmul with the same `add`, which reads y too. cuSPARSELt times all of
-// them; a CUDA graph must not be captured meanwhile.
-CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x, int64_t out, bool add);
+// The fastest config for a call of matmul. cuSPARSELt times all of them; a CUDA graph must not be captured
+// meanwhile.
+CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x, int64_t out);
 
-// y = x Wᵀ, or y += x Wᵀ if `add`. ValueError if `compressed` does not have the size of this weight.
+// y = x Wᵀ. ValueError if `compressed` does not have the size of this weight.
 //
 // Args:
 //   compressed: the result of compress.
 //   x: [tokens, in], contiguous, aligned to 16 bytes.
 //   y: [tokens, out], contiguous, aligned to 16 bytes.
-//   add: whether the product is added to y.
 //   config: the result of search_config.
-void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add,
+void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y,
             const CusparseltConfig& config);
 
 }  // namespace drot::cusparselt

@@ -2,7 +2,6 @@
 // cusparselt (sparse24_cusparselt.h) and dense, between which sparse24_autotuner.h chooses.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <c10/cuda/CUDAException.h>
@@ -81,29 +80,25 @@ void run_skinny(const Problem& p, at::Tensor& y) {
 // Whether the product is added to something.
 bool has_addends(const Problem& p) { return p.residual.defined() || p.bias.defined(); }
 
-// y = bias + residual (· rotation), to which the product is then added. Without either y stays as it is.
-void write_addends(const Problem& p, at::Tensor& y) {
+// y += bias + residual (· rotation). The product comes before: on an H200 cuSPARSELt took 62 us longer to add
+// 2048 tokens to y than to write them, and the addition alone takes 13.
+void add_addends(const Problem& p, at::Tensor& y) {
   if (p.rotation.defined()) {
-    p.bias.defined() ? at::addmm_out(y, p.bias, p.residual, p.rotation)
-                     : at::mm_out(y, p.residual, p.rotation);
+    y.addmm_(p.residual, p.rotation);
   } else if (p.residual.defined()) {
-    y.copy_(p.residual);
-    if (p.bias.defined()) y.add_(p.bias);
-  } else if (p.bias.defined()) {
-    y.copy_(p.bias.expand_as(y));
+    y.add_(p.residual);
   }
+  if (p.bias.defined()) y.add_(p.bias);
 }
 
 void run(const Choice& choice, const Problem& p, at::Tensor& y) {
   if (choice.algorithm == Algorithm::skinny) return run_skinny(p, y);
-  const bool add = has_addends(p);
-  write_addends(p, y);
   if (choice.algorithm == Algorithm::cusparselt) {
-    return cusparselt::matmul(p.compressed, p.x, y, add, choice.config);
+    cusparselt::matmul(p.compressed, p.x, y, choice.config);
+  } else {  // by cuBLAS
+    at::mm_out(y, p.x, unpack24_unchecked_cuda(p.values, p.positions).t());
   }
-  // y = x Wᵀ, or y += x Wᵀ, by cuBLAS
-  const at::Tensor w = unpack24_unchecked_cuda(p.values, p.positions);
-  add ? y.addmm_(p.x, w.t()) : at::mm_out(y, p.x, w.t());
+  add_addends(p, y);
 }
 
 // ---- the choice of an algorithm ------------------------------------------------------------------
@@ -161,7 +156,7 @@ std::vector<Measurement> measure(const Problem& p, std::span<const Algorithm> ca
   for (size_t i = 0; i < candidates.size(); ++i) {
     usable[i] = succeeds([&] {
       if (candidates[i] == Algorithm::cusparselt) {
-        results[i].config = cusparselt::search_config(p.compressed, p.x, p.out, has_addends(p));
+        results[i].config = cusparselt::search_config(p.compressed, p.x, p.out);
       }
       run({candidates[i], results[i].config}, p, y);
     });
