@@ -154,8 +154,9 @@ class Launcher {
   void launch(void (*kernel)(P...), dim3 grid, dim3 block, int64_t shared_bytes,
               std::type_identity_t<P>... args) {
     count = static_cast<size_t>(block.x) * block.y * block.z;
-    if (grid.x == 0 || grid.y == 0 || grid.y > 65535 || count == 0 || count > 1024 ||
-        shared_bytes > shared_memory_ || shared_bytes > static_cast<int64_t>(dynamic_.size())) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || count == 0 ||
+        count > 1024 || shared_bytes > shared_memory_ ||
+        shared_bytes > static_cast<int64_t>(dynamic_.size())) {
       throw std::runtime_error(
           "the grid, the block or the shared memory of a launch is larger than a GPU allows, or empty");
     }
@@ -165,10 +166,12 @@ class Launcher {
     body_arguments = &call;
     gridDim = grid;
     blockDim = block;
-    for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
-      for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-        std::ranges::fill(dynamic_.first(static_cast<size_t>(shared_bytes)), kUnwritten);
-        run_block();
+    for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z) {
+      for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
+        for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
+          std::ranges::fill(dynamic_.first(static_cast<size_t>(shared_bytes)), kUnwritten);
+          run_block();
+        }
       }
     }
     const auto beyond = dynamic_.subspan(static_cast<size_t>(shared_bytes));

@@ -10,19 +10,18 @@
 #include "ops/cuda/sparse24_skinny.cuh"
 
 namespace drot {
-uint4 dynamic_shared[1 << 13];
+uint4 dynamic_shared[1 << 13];  // 128 KB
 }
 
-// Args: the members of SkinnyProblem, the multiprocessors of the simulated GPU, whether the threads of a
-// block run backwards, and whether copies arrive at once.
+// Args: the members of SkinnyProblem, the multiprocessors of the simulated GPU and the KB of shared memory of
+// a block on it, whether the threads of a block run backwards, and whether copies arrive at once.
 extern "C" void skinny(const uint16_t* x, const uint16_t* values, const uint8_t* positions,
                        const uint16_t* bias, const uint16_t* residual, const uint16_t* rotation, uint16_t* y,
-                       int64_t in, int64_t out, int64_t tokens, int64_t multiprocessors, bool backwards,
-                       bool early) {
+                       int64_t in, int64_t out, int64_t tokens, int64_t multiprocessors, int64_t kilobytes,
+                       bool backwards, bool early) {
   on_cpu::backwards = backwards;
   on_cpu::early = early;
-  constexpr int64_t kConsumerGpu = (99 << 10) - 1024;  // the least that a supported GPU leaves
-  on_cpu::Launcher launcher(static_cast<int>(multiprocessors), kConsumerGpu, drot::dynamic_shared);
+  on_cpu::Launcher launcher(static_cast<int>(multiprocessors), kilobytes << 10, drot::dynamic_shared);
   drot::run_sparse24_skinny<on_cpu::Bf16>(launcher, {.x = x,
                                                      .values = values,
                                                      .positions = positions,
@@ -39,15 +38,18 @@ extern "C" void skinny(const uint16_t* x, const uint16_t* values, const uint8_t*
   }
 }
 
-// The blocks of the kernel in the order of their tokens: of one, by how many blocks there are, then of more.
+// The blocks of the kernel in the order of their tokens.
 template <class Ask>
 int64_t ask(int64_t block, const Ask& of) {
   switch (block) {
-    case 0: return of(drot::SkinnyNarrow());
-    case 1: return of(drot::SkinnyWide());
-    case 2: return of(drot::Skinny16());
-    case 3: return of(drot::Skinny32());
-    default: return of(drot::Skinny64());
+    case 0:
+      return of(drot::Skinny4());
+    case 1:
+      return of(drot::Skinny16());
+    case 2:
+      return of(drot::Skinny32());
+    default:
+      return of(drot::Skinny64());
   }
 }
 
@@ -60,5 +62,6 @@ extern "C" int64_t shared_bytes(int64_t block, int64_t tokens) {
 }
 
 extern "C" int64_t splits(int64_t blocks, int64_t steps, int64_t column_warps, int64_t multiprocessors) {
-  return drot::skinny_splits(blocks, steps, static_cast<int>(column_warps), static_cast<int>(multiprocessors));
+  return drot::skinny_splits(blocks, steps, static_cast<int>(column_warps),
+                             static_cast<int>(multiprocessors));
 }

@@ -31,22 +31,23 @@ def number(function, *arguments: int) -> int:
     return function(*map(ctypes.c_int64, arguments))
 
 
+#: KB of shared memory of a block, beside drot's static arrays: of GPUs for consumers, and of an A100
+CONSUMER, A100 = 98, 162
+
+
 @pytest.mark.parametrize(
-    ("block", "tokens", "rows", "stages", "blocks"),
-    [(0, 1, 16, 4, 2), (1, 8, 32, 3, 1), (2, 16, 64, 3, 1), (3, 32, 128, 3, 1), (4, 64, 128, 2, 1)],
+    ("block", "tokens", "rows", "stages", "kilobytes"),
+    [(0, 4, 32, 4, CONSUMER), (1, 16, 128, 3, CONSUMER), (2, 32, 128, 3, CONSUMER), (3, 64, 128, 3, A100)],
 )
-def test_bytes_in_flight(library, block: int, tokens: int, rows: int, stages: int, blocks: int) -> None:
-    """A multiprocessor has 18 KB of W on their way at least, and the queues fit every GPU since 8.0.
+def test_bytes_in_flight(library, block: int, tokens: int, rows: int, stages: int, kilobytes: int) -> None:
+    """A block has 36 KB of W on their way at least, and its queue fits the GPUs that use it.
 
     Little's law for an H100: 3.35 TB/s · 1 µs / 132 multiprocessors = 25 KB; for an H200, 4.8 TB/s, 36 KB.
-
-    blocks: as many run at once on a multiprocessor of a GPU for consumers.
     """
-    column_warps = 8 if rows <= 32 else 256 // rows
+    column_warps = 8 if rows == 32 else 256 // rows
     of_chunk = column_warps * rows * (64 // 2 * 2 + 64 // 8)  # bytes of 64 columns of the packed weight
-    assert number(library.bytes_in_flight, block) == (stages - 1) * of_chunk
-    assert number(library.shared_bytes, block, tokens) <= 99 * 1024 - 1024
-    assert blocks * (number(library.shared_bytes, block, tokens) + 1024) <= 100 * 1024
+    assert number(library.bytes_in_flight, block) == (stages - 1) * of_chunk >= 36 * 1024
+    assert number(library.shared_bytes, block, tokens) <= kilobytes * 1024
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_splits_of_an_h100(library, blocks: int, steps: int, splits: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "multiprocessors", [1, 4, 999], ids=["two tiles of rows", "one tile of rows", "one tile of rows, splits"]
+    ("multiprocessors", "kilobytes"), [(1, CONSUMER), (4, A100), (999, CONSUMER)], ids=["one", "few", "many"]
 )
 @pytest.mark.parametrize(
     ("tokens", "out", "columns", "added"),
@@ -77,9 +78,13 @@ def test_splits_of_an_h100(library, blocks: int, steps: int, splits: int) -> Non
         (5, 64, 2176, "bias residual rotation"),  # with 999 multiprocessors two blocks share the columns
         (18, 33, 3072, "bias residual"),  # three
         (3, 64, 4672, "residual rotation"),  # a chunk takes the place of another twice, and the last is short
+        (70, 160, 576, "bias residual rotation"),  # two groups of 64 tokens, or three of 32; two tiles of rows
+        (24, 200, 1088, "bias"),  # 17 steps for splits of two column warps: one of them is short
     ],
 )
-def test_product(kernel, tokens: int, out: int, columns: int, added: str, multiprocessors: int) -> None:
+def test_product(
+    kernel, tokens: int, out: int, columns: int, added: str, multiprocessors: int, kilobytes: int
+) -> None:
     w = torch.randn(out, columns).bfloat16()
     values, positions = pack24(w.masked_fill(nm_mask_ref(torch.rand(out, columns), 2, 4), 0))
     x = torch.randn(tokens, columns).bfloat16()
@@ -97,7 +102,7 @@ def test_product(kernel, tokens: int, out: int, columns: int, added: str, multip
     want = sparse24_linear_ref(
         x.double(), values.double(), positions, *(None if t is None else t.double() for t in rest)
     )
-    sizes = [ctypes.c_int64(n) for n in (columns, out, tokens, multiprocessors)]
+    sizes = [ctypes.c_int64(n) for n in (columns, out, tokens, multiprocessors, kilobytes)]
     for backwards, early in ((False, False), (True, True)):
         y = torch.full((tokens, out), torch.nan, dtype=torch.bfloat16)
         tensors = [address(t) for t in (x, values, positions, *rest[:2], transposed, y)]

@@ -1,5 +1,5 @@
-// Addresses in shared memory as the instructions take them, with 32 bits. tests/native/shared_on_host.h has the
-// same functions for a CPU.
+// Addresses in shared memory as the instructions take them, with 32 bits. tests/native/shared_on_host.h has
+// the same functions for a CPU.
 #pragma once
 
 #include <cstdint>

@@ -43,7 +43,6 @@ CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x
 //   x: [tokens, in], contiguous, aligned to 16 bytes.
 //   y: [tokens, out], contiguous, aligned to 16 bytes.
 //   config: the result of search_config.
-void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y,
-            const CusparseltConfig& config);
+void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, const CusparseltConfig& config);
 
 }  // namespace drot::cusparselt

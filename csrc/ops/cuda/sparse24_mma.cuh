@@ -32,9 +32,9 @@
 //     t = 2 s + 1        row g, groups 4 … 7     row g + 8, groups 4 … 7
 //     the other two      ignored                 ignored
 //
-// ldmatrix.x4 loads four matrices of eight rows of 16 bytes from shared memory: lane 8 m + i gives the address
-// of row i of matrix m, and gets columns 2 t, 2 t + 1 of row g of each matrix. So it loads operand A of both
-// instructions, and operand B where B lies transposed.
+// ldmatrix.x4 loads four matrices of eight rows of 16 bytes from shared memory: lane 8 m + i gives the
+// address of row i of matrix m, and gets columns 2 t, 2 t + 1 of row g of each matrix. So it loads operand A
+// of both instructions, and operand B where B lies transposed.
 //
 // sparse24_skinny multiplies 64 columns of W, 16 groups per row, by two products of mma.sp. The 8 bytes of
 // positions of a row are the metadata of both: lane t has groups 4 t … 4 t + 3, and product s reads those of

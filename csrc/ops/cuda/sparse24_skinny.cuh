@@ -14,9 +14,9 @@
 // the queue: a step has 32 of its columns, which are as many bytes as the values of 64 columns of W.
 //
 // What an H200 showed, with a weight of 4096 x 14336 and one token: 35 us where each warp loaded 64 bytes of
-// eight rows and waited for x in each step, 20.8 us with a queue of whole rows, and 19.5 us where that kernel
-// loaded and did not multiply. Its 168 instructions a step were half of what the GPU can issue, so this one
-// loads operands by ldmatrix, in the order of the columns, and takes a fifth of them.
+// eight rows and waited for x in each step; 20.8 us with a queue of whole rows; 20.4 us with operands by
+// ldmatrix, which take 70 instructions a step in place of 168; cuBLAS 31 us with the dense weight. With 16
+// and 64 tokens the last two took 30 and 27 us, and 56 and 40 us.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ namespace drot {
 
 constexpr int kSkinnyWarps = 8;
 constexpr int kSkinnyThreads = 32 * kSkinnyWarps;
-constexpr int kSkinnyTokens = 8;      // tokens that one mma instruction multiplies
-constexpr int kSkinnyColumns = 64;    // columns of W in one step of a warp
-constexpr int kRotationColumns = 32;  // columns of the rotation in one step of a warp
-constexpr int64_t kMostSkinnyRows = int64_t(65535) * 16;  // a grid has 65,535 blocks of at least 16 rows
+constexpr int kSkinnyTokens = 8;                          // tokens that one mma instruction multiplies
+constexpr int kSkinnyColumns = 64;                        // columns of W in one step of a warp
+constexpr int kRotationColumns = 32;                      // columns of the rotation in one step of a warp
+constexpr int64_t kMostSkinnyRows = int64_t(65535) * 32;  // a grid has 65,535 blocks of at least 32 rows
 
 // The arguments of one call; 16-bit floats as bit patterns. `in` is a multiple of kSkinnyColumns; with a
 // rotation `out` is a multiple of kRotationColumns. Pointers are aligned to 16 bytes; bias, residual and
@@ -43,15 +43,17 @@ struct SkinnyProblem {
   uint16_t* y;               // [tokens, out]
   int64_t in, out;
   int tokens;
-  int splits = 1;            // blocks that share the columns of the same rows
+  // Where several blocks share the columns of the same rows: how many, and the steps that each takes of W and
+  // of the rotation.
+  int splits = 1, steps = 0, rotation_steps = 0;
   float* partial = nullptr;  // [splits, tokens, out]; null for one split
 };
 
 // What a block multiplies. A warp has 16 · Tiles rows of W and all tokens of the block, up to 8 · TokenTiles;
 // RowWarps warps have different rows, and the others different columns of the same rows.
 //
-// Rows in shared memory are a vector longer than what they hold, so that the eight rows that ldmatrix reads at
-// once lie in different banks.
+// Rows in shared memory are a vector longer than what they hold, so that the eight rows that ldmatrix reads
+// at once lie in different banks.
 template <int Tiles, int TokenTiles, int RowWarps, int Stages>
 struct SkinnyBlock {
   static constexpr int kTiles = Tiles, kTokenTiles = TokenTiles, kRowWarps = RowWarps;
@@ -83,12 +85,13 @@ struct SkinnyBlock {
   }
 };
 
-// The kernels for up to 8 tokens, with many blocks and with few, up to 16, up to 32, and more.
-using SkinnyNarrow = SkinnyBlock<1, 1, 1, 4>;
-using SkinnyWide = SkinnyBlock<2, 1, 1, 3>;
-using Skinny16 = SkinnyBlock<2, 2, 2, 3>;
+// For up to 4, 16, 32 and 64 tokens those that were fastest on an H200 among about thirty, over six weights
+// of LLaMA's layers. More rows a block read x fewer times, and more chunks in the queue keep more of W on its
+// way.
+using Skinny4 = SkinnyBlock<2, 1, 1, 4>;
+using Skinny16 = SkinnyBlock<2, 2, 4, 3>;
 using Skinny32 = SkinnyBlock<2, 4, 4, 3>;
-using Skinny64 = SkinnyBlock<2, 8, 4, 2>;
+using Skinny64 = SkinnyBlock<2, 8, 4, 3>;
 
 // A matrix of which a block multiplies the steps [begin, end) of its columns: W, or the transposed rotation.
 template <bool Dense>
@@ -102,8 +105,8 @@ struct SkinnyMatrix {
   int begin, end;
 };
 
-// What a thread loads of each chunk of a matrix: a vector of values of every n-th row, the positions of a step
-// of every n-th row, and a vector of x of every n-th token.
+// What a thread loads of each chunk of a matrix: a vector of values of every n-th row, the positions of a
+// step of every n-th row, and a vector of x of every n-th token.
 template <class B, class M>
 struct SkinnyLoader {
   static constexpr int kTokenVectors = M::kTokenVectors * B::kColumnWarps;  // of a token in a chunk
@@ -136,8 +139,8 @@ struct SkinnyLoader {
     positions_to = shared + B::kPositionsAt + 8 * (position_row * B::kPositionPitch + position);
 #pragma unroll
     for (int i = 0; i < kPositions; ++i) {
-      positions[i] = m.positions + row_of(position_row + i * kPositionRows) * (m.width / 4) +
-                     (m.begin + position) * 8;
+      positions[i] =
+          m.positions + row_of(position_row + i * kPositionRows) * (m.width / 4) + (m.begin + position) * 8;
     }
     const int token = thread / kTokenVectors, vector = thread % kTokenVectors;
     const int64_t x_width = M::kDense ? m.width : 2 * m.width;
@@ -245,26 +248,26 @@ __device__ void store_skinny(const SkinnyProblem& p, int64_t token, int64_t row,
   p.y[token * p.out + row] = E::from_float(y);
 }
 
-// E: Bf16Element or Fp16Element. Block (i, j) has the j-th tile of rows and, with i = n · splits + s, the
-// n-th group of tokens and the s-th part of the columns, so that blocks with the same rows of W run at about
-// the same time.
+// E: Bf16Element or Fp16Element. Block (n, j, s) has the n-th group of tokens, the j-th tile of rows and the
+// s-th part of the columns, so that blocks that read the same of W run at about the same time.
 template <class E, class B>
 __global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny(SkinnyProblem p) {
   extern __shared__ uint4 dynamic_shared[];
   const SharedAddress shared = shared_address(dynamic_shared);
-  const int split = static_cast<int>(blockIdx.x) % p.splits;
-  const int64_t first_token = static_cast<int>(blockIdx.x) / p.splits * B::kTokens;
+  const int split = static_cast<int>(blockIdx.z);
+  const int64_t first_token = static_cast<int64_t>(blockIdx.x) * B::kTokens;
   const int64_t first_row = static_cast<int64_t>(blockIdx.y) * B::kRows;
   const int64_t tokens_left = p.tokens - first_token;
   const int tokens = tokens_left < B::kTokens ? static_cast<int>(tokens_left) : B::kTokens;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto part = [&](auto& matrix, int64_t steps) {
-    matrix.begin = static_cast<int>(steps) * split / p.splits;
-    matrix.end = static_cast<int>(steps) * (split + 1) / p.splits;
+  const auto part = [&](auto& matrix, int64_t steps, int each) {  // may be empty
+    const int64_t begin = static_cast<int64_t>(split) * each, end = begin + each;
+    matrix.begin = static_cast<int>(begin < steps ? begin : steps);
+    matrix.end = static_cast<int>(end < steps ? end : steps);
   };
   SkinnyMatrix<false> weight{
       .values = p.values, .positions = p.positions, .x = p.x + first_token * p.in, .width = p.in / 2};
-  part(weight, p.in / kSkinnyColumns);
+  part(weight, p.in / kSkinnyColumns, p.steps);
 
   constexpr int kAhead = B::kStages - 1;  // chunks on their way
   const int chunk_bytes = B::chunk_bytes(tokens), queue_bytes = B::kStages * chunk_bytes;
@@ -293,7 +296,7 @@ __global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny(SkinnyProblem 
   } else {
     SkinnyMatrix<true> rotation{
         .values = p.rotation, .positions = nullptr, .x = p.residual + first_token * p.out, .width = p.out};
-    part(rotation, p.out / kRotationColumns);
+    part(rotation, p.out / kRotationColumns, p.rotation_steps);
     const int first = chunks < kAhead ? chunks : kAhead;  // chunks of W in the queue when its last is loaded
     for (int i = 0; i < first; ++i) loader.load(i * chunk_bytes);
     SkinnyLoader<B, SkinnyMatrix<true>> next(rotation, shared, tokens, p.out, first_row);
@@ -360,9 +363,12 @@ constexpr int skinny_splits(int64_t blocks, int64_t steps, int column_warps, int
 template <class E, class B, class LauncherT>
 void run_sparse24_skinny_block(LauncherT& launcher, SkinnyProblem p) {
   const int64_t rows = (p.out + B::kRows - 1) / B::kRows, groups = (p.tokens + B::kTokens - 1) / B::kTokens;
-  p.splits = skinny_splits(rows * groups, p.in / kSkinnyColumns, B::kColumnWarps, launcher.multiprocessors());
+  const int64_t steps = p.in / kSkinnyColumns, rotation_steps = p.rotation ? p.out / kRotationColumns : 0;
+  p.splits = skinny_splits(rows * groups, steps, B::kColumnWarps, launcher.multiprocessors());
+  p.steps = static_cast<int>((steps + p.splits - 1) / p.splits);
+  p.rotation_steps = static_cast<int>((rotation_steps + p.splits - 1) / p.splits);
   if (p.splits > 1) p.partial = launcher.template allocate<float>(p.splits * p.tokens * p.out);
-  launcher.launch(&sparse24_skinny<E, B>, dim3(groups * p.splits, rows), dim3(kSkinnyThreads),
+  launcher.launch(&sparse24_skinny<E, B>, dim3(groups, rows, p.splits), dim3(kSkinnyThreads),
                   B::shared_bytes(p.tokens < B::kTokens ? p.tokens : B::kTokens), p);
   if (p.splits > 1) {
     const dim3 grid((p.out + kSkinnySumThreads - 1) / kSkinnySumThreads, p.tokens);
@@ -373,15 +379,11 @@ void run_sparse24_skinny_block(LauncherT& launcher, SkinnyProblem p) {
 // launcher: a Launcher (common/cuda/launcher.cuh). p.out is at most kMostSkinnyRows.
 template <class E, class LauncherT>
 void run_sparse24_skinny(LauncherT& launcher, SkinnyProblem p) {
-  // Two tiles of rows a block halve the reads of x. For few tokens, which read little of x, they are used if
-  // two blocks a multiprocessor remain: one multiplies while the other waits at its barrier.
-  if (p.tokens <= kSkinnyTokens) {
-    return p.out / 32 >= 2 * launcher.multiprocessors()
-               ? run_sparse24_skinny_block<E, SkinnyWide>(launcher, p)
-               : run_sparse24_skinny_block<E, SkinnyNarrow>(launcher, p);
-  }
-  if (p.tokens <= 2 * kSkinnyTokens) return run_sparse24_skinny_block<E, Skinny16>(launcher, p);
-  if (p.tokens <= 4 * kSkinnyTokens) return run_sparse24_skinny_block<E, Skinny32>(launcher, p);
+  if (p.tokens <= 4) return run_sparse24_skinny_block<E, Skinny4>(launcher, p);
+  if (p.tokens <= Skinny16::kTokens) return run_sparse24_skinny_block<E, Skinny16>(launcher, p);
+  // a GPU for consumers has too little shared memory for more than 32 tokens; it reads W several times
+  const bool fits = Skinny64::shared_bytes(Skinny64::kTokens) <= launcher.shared_memory();
+  if (p.tokens <= Skinny32::kTokens || !fits) return run_sparse24_skinny_block<E, Skinny32>(launcher, p);
   run_sparse24_skinny_block<E, Skinny64>(launcher, p);
 }
 
