@@ -422,45 +422,6 @@ def serve() -> str:
     return table([*head, "median s", "MiB at the start and after each round"], body, rows)
 
 
-def inference_layer() -> str:
-    """The kernels of a layer by variant, counted by inference.py: their bytes, number and operations."""
-    rows = read("inference_layer", "mb_of_token", "kernels_of_token", "tflop_of_prefill")
-    found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row["shape"], row["variant"]), {})[row["scope"]] = row
-    columns = [
-        (scope, column)
-        for column in ("mb_of_token", "kernels_of_token", "tflop_of_prefill")
-        for scope in ("products", "layer")
-    ]
-    body = [
-        [*case, *(scopes[scope][column] for scope, column in columns)]
-        for case, scopes in found.items()
-    ]  # fmt: skip
-    head = ["MB of a token: products", "layer", "kernels of a token: products", "layer"]
-    head += ["TFLOP of a prefill: products", "layer"]
-    return table(["shape", "variant", *head], body, rows)
-
-
-def inference() -> str:
-    """The figures of inference.py for each GPU: the counted value, and those with low and with high rates."""
-    values = ("counted", "low", "high")
-    rows = read("inference", *values, "wanted", "verdict", "needs")
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row["shape"], row["figure"], row["variant"]), {})[row["gpu"]] = row
-    gpus = dict.fromkeys(row["gpu"] for row in rows)
-    body = []
-    for (_, figure, variant), of_gpus in found.items():
-        line = [figure, variant, ", ".join(dict.fromkeys(of_gpus[gpu]["wanted"] for gpu in gpus))]
-        for row in (of_gpus[gpu] for gpu in gpus):
-            counted, low, high = (f"{float(row[value]):.4g}" for value in values)
-            judged = "; ".join(filter(None, (row["verdict"], row["needs"] and f"needs {row['needs']}")))
-            line.append(f"{counted} ({low} … {high})" + (f": {judged}" if judged else ""))
-        body.append(line)
-    return table(["figure", "variant", "wanted", *gpus], body, rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "records": records,
@@ -474,8 +435,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "operations": operations,
     "minutes": minutes,
     "scale": scale,
-    "inference": inference,
-    "inference_layer": inference_layer,
     "entropy_loss": speeds("entropy_loss", "drot"),
     "pruned_importance": speeds("pruned_importance", "drot"),
     "batched_qr": speeds("batched_qr", "batched_qr", "cholesky_qr"),
