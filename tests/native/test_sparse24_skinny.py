@@ -59,32 +59,38 @@ def test_splits_of_an_h100(library, blocks: int, steps: int, splits: int) -> Non
     assert number(library.splits, blocks, steps, 8, 132) == splits
 
 
+#: tokens, rows and columns of the weight, and what is added
+CASES = [
+    (1, 16, 64, ""),
+    (3, 32, 192, "bias"),
+    (8, 37, 576, "residual"),
+    (9, 50, 128, "bias residual"),
+    (16, 32, 64, "residual rotation"),
+    (5, 64, 640, "bias residual rotation"),
+    (11, 288, 64, "bias residual rotation"),
+    (17, 48, 128, "bias"),
+    (40, 64, 64, "bias residual rotation"),
+    (32, 33, 64, "residual"),
+    (5, 64, 2176, "bias residual rotation"),  # with many multiprocessors eight blocks share the columns
+    (18, 33, 3072, "bias residual"),  # twelve
+    (3, 64, 4672, "residual rotation"),  # a chunk takes the place of another twice, and the last is short
+    (70, 160, 576, "bias residual rotation"),  # groups of 64 tokens, or of 32; two tiles of rows
+    (24, 200, 1088, "bias"),  # 17 steps for splits of two column warps: one of them is short
+]
+#: multiprocessors and KB of shared memory. On more multiprocessors more blocks share the columns
+GPUS = {"one": (1, CONSUMER), "large": (4, A100), "many": (999, CONSUMER)}
+
+
 @pytest.mark.parametrize(
-    ("multiprocessors", "kilobytes"), [(1, CONSUMER), (4, A100), (999, CONSUMER)], ids=["one", "few", "many"]
-)
-@pytest.mark.parametrize(
-    ("tokens", "out", "columns", "added"),
+    ("gpu", "tokens", "out", "columns", "added"),
     [
-        (1, 16, 64, ""),
-        (3, 32, 192, "bias"),
-        (8, 37, 576, "residual"),
-        (9, 50, 128, "bias residual"),
-        (16, 32, 64, "residual rotation"),
-        (5, 64, 640, "bias residual rotation"),
-        (11, 288, 64, "bias residual rotation"),
-        (17, 48, 128, "bias"),
-        (40, 64, 64, "bias residual rotation"),
-        (32, 33, 64, "residual"),
-        (5, 64, 2176, "bias residual rotation"),  # with 999 multiprocessors two blocks share the columns
-        (18, 33, 3072, "bias residual"),  # three
-        (3, 64, 4672, "residual rotation"),  # a chunk takes the place of another twice, and the last is short
-        (70, 160, 576, "bias residual rotation"),  # two groups of 64 tokens, or three of 32; two tiles of rows
-        (24, 200, 1088, "bias"),  # 17 steps for splits of two column warps: one of them is short
+        (gpu, *case)
+        for case in CASES
+        for gpu in GPUS
+        if gpu == "one" or (gpu == "large" and case[0] > 32) or (gpu == "many" and case[2] > 128)
     ],
 )
-def test_product(
-    kernel, tokens: int, out: int, columns: int, added: str, multiprocessors: int, kilobytes: int
-) -> None:
+def test_product(kernel, gpu: str, tokens: int, out: int, columns: int, added: str) -> None:
     w = torch.randn(out, columns).bfloat16()
     values, positions = pack24(w.masked_fill(nm_mask_ref(torch.rand(out, columns), 2, 4), 0))
     x = torch.randn(tokens, columns).bfloat16()
@@ -102,7 +108,7 @@ def test_product(
     want = sparse24_linear_ref(
         x.double(), values.double(), positions, *(None if t is None else t.double() for t in rest)
     )
-    sizes = [ctypes.c_int64(n) for n in (columns, out, tokens, multiprocessors, kilobytes)]
+    sizes = [ctypes.c_int64(n) for n in (columns, out, tokens, *GPUS[gpu])]
     for backwards, early in ((False, False), (True, True)):
         y = torch.full((tokens, out), torch.nan, dtype=torch.bfloat16)
         tensors = [address(t) for t in (x, values, positions, *rest[:2], transposed, y)]

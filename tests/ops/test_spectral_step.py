@@ -28,7 +28,13 @@ def case(count: int, n: int, device: str = "cpu") -> list[Tensor]:
     return [t.to(device) for t in tensors]
 
 
-@pytest.mark.parametrize(("n", "count"), [(16, 1), (48, 3), (64, 2), (80, 1), (112, 2), (128, 3), (128, 200)])
+@pytest.mark.parametrize(
+    ("n", "count"),
+    [
+        *((16, 1), (48, 3), (64, 2), (80, 1), (112, 2), (128, 3)),
+        pytest.param(128, 200, marks=pytest.mark.slow),
+    ],
+)
 def test_values(n: int, count: int, device: str) -> None:
     tensors = case(count, n, device)
     exact = [t.double() for t in tensors]

@@ -86,6 +86,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(monkeypatch, tmp_pat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-biased", "cohere2"])
 def test_a_file_of_rotations_on_the_same_disk_counts_twice(needs, family, tmp_path):
     """It is written from copies on its disk. Its estimate is its size."""

@@ -218,6 +218,7 @@ def test_named_files_exist() -> None:
             assert found or re.search(r"row_norms|/random\.py", name), f"{where} names {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", ["drot, torch", "drot.ops.extension, torch"])
 def test_import_drot_registers_its_ops_whole(imports: str) -> None:
     """With fake kernels and autograd, not only the kernels of the native module."""

@@ -38,6 +38,7 @@ def asked(packed):
     return lambda *requests: asyncio.run(together(requests))
 
 
+@pytest.mark.slow
 def test_requests_at_once_keep_their_seeds(asked):
     """Each has the text of its seed alone, and so has one that waits behind a stream."""
     alone = {seed: asked((seed, False))[0] for seed in (1, 2, 3)}
