@@ -1,7 +1,7 @@
 """The commands of drot on a GPU with the embedded model: a line each, with its exit status and its seconds.
 
-The commands of a chain run one after the other, as each needs the result of the one before; the chains run
-side by side. Exit status 1 if a command failed. It times nothing: the seconds are those beside the others.
+A command that needs the result of another runs after it, and the others run side by side. Exit status 1 if a
+command failed. It times nothing: the seconds are those beside the others.
 
     python benchmarks/gpu/commands.py --device cuda
 """
@@ -23,10 +23,12 @@ SECONDS = 150
 ENDED_AFTER = 14
 #: a chat reads a line
 CHAT = "def add(a, b):\n"
+#: a command, and the trees of those that need its result
+Tree = tuple[list[str], list["Tree"]]
 
 
-def chains(folder: Path, device: str, nsamples: int) -> list[list[list[str]]]:
-    """The arguments of the commands of each chain. `killed` before them marks the run that is ended early.
+def trees(folder: Path, device: str, nsamples: int) -> list[Tree]:
+    """The arguments of the commands. `killed` before them marks the run that is ended early.
 
     folder: where the commands write.
     """
@@ -35,46 +37,60 @@ def chains(folder: Path, device: str, nsamples: int) -> list[list[list[str]]]:
     calibration = ["--calibration", text, "--nsamples", str(nsamples), "--seqlen", "256"]
     on = ["--device", device]
     tuned = ["--text", text, "--nsamples", "8", "--seqlen", "256", *on]
-    quality_best = ["prune", model, "--out", best, "--quality", "best", *calibration, *on]
+    own = ["--out", str(folder / "own.jsonl"), "--tokens", "2048", "--seqlen", "256"]
+
+    def prune(*options: str, out: str) -> list[str]:
+        return ["prune", model, *options, "--out", out, *calibration, *on]
+
+    quality_best = prune("--quality", "best", out=best)
     return [
-        [
-            ["prune", model, "--out", dense, "--quality", "fast", *calibration, *on],
-            ["eval", dense, "--ppl", held_out, "--against", model, "--seqlen", "256", *on],
-            ["finetune", dense, "--full", "--against", model, "--out", f"{dense}-full", *tuned],
-            ["finetune", dense, "--out", f"{dense}-lora", *tuned],
-            ["report", dense],
-            ["export", dense, "--out", f"{dense}.drot"],
-            ["apply", f"{dense}.drot", "--out", f"{dense}-again", "--model", model],
-        ],
-        [
-            ["prune", model, "--out", packed, "--format", "packed", "--dtype", "float16", *calibration, *on],
-            ["eval", packed, "--ppl", held_out, "--seqlen", "256", *on],
-            ["tune", packed, *on],
-            ["bench", packed, "--repeats", "3", *on],
-            ["chat", packed, "--max-tokens", "16", *on],
-            ["chat", packed, "--max-tokens", "16", "--compile", *on],
-            ["convert", packed, "--out", f"{packed}-dense", "--format", "dense"],
-        ],
-        [
-            ["killed", *quality_best],
-            [*quality_best, "--resume"],
-            ["prune", model, "--out", ratio, "--method", "wanda", "--sparsity", "0.5", *calibration, *on],
-            ["sample", model, "--out", str(folder / "own.jsonl"), "--tokens", "2048", "--seqlen", "256", *on],
+        (
+            prune("--quality", "fast", out=dense),
             [
-                "prune",
-                model,
-                "--out",
-                paper,
-                "--rotation",
-                "stock",
-                "--optimizer",
-                "paper",
-                *calibration,
-                *on,
+                (["eval", dense, "--ppl", held_out, "--against", model, "--seqlen", "256", *on], []),
+                (["finetune", dense, "--full", "--against", model, "--out", f"{dense}-full", *tuned], []),
+                (["finetune", dense, "--out", f"{dense}-lora", *tuned], []),
+                (["report", dense], []),
+                (
+                    ["export", dense, "--out", f"{dense}.drot"],
+                    [(["apply", f"{dense}.drot", "--out", f"{dense}-again", "--model", model], [])],
+                ),
             ],
-            ["prune", model, "--sensitivity", *calibration, *on],
-        ],
+        ),
+        (
+            prune("--format", "packed", "--dtype", "float16", out=packed),
+            [
+                (["eval", packed, "--ppl", held_out, "--seqlen", "256", *on], []),
+                (["tune", packed, *on], []),
+                (["bench", packed, "--repeats", "3", *on], []),
+                (["chat", packed, "--max-tokens", "16", *on], []),
+                (["chat", packed, "--max-tokens", "16", "--compile", *on], []),
+                (["convert", packed, "--out", f"{packed}-dense", "--format", "dense"], []),
+            ],
+        ),
+        (["killed", *quality_best], [([*quality_best, "--resume"], [])]),
+        (prune("--method", "wanda", "--sparsity", "0.5", out=ratio), []),
+        (["sample", model, *own, *on], []),
+        (prune("--rotation", "stock", "--optimizer", "paper", out=paper), []),
+        (["prune", model, "--sensitivity", *calibration, *on], []),
     ]
+
+
+def lines_of(tree: Tree) -> list[list[str]]:
+    """The commands of a tree, each before those that need it."""
+    first, rest = tree
+    return [first, *(line for each in rest for line in lines_of(each))]
+
+
+def walk(tree: Tree) -> bool:
+    """Runs a command, and then those that need its result, side by side; whether all succeeded."""
+    first, rest = tree
+    return run(first) and side_by_side(rest)
+
+
+def side_by_side(trees: Sequence[Tree]) -> bool:
+    with ThreadPoolExecutor(len(trees) or 1) as pool:
+        return all(list(pool.map(walk, trees)))
 
 
 def run(arguments: Sequence[str]) -> bool:
@@ -102,10 +118,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--nsamples", type=int, default=32)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        made = chains(Path(folder), options.device, options.nsamples)
-        right = list(pool.map(lambda chain: [run(arguments) for arguments in chain], made))
-    return int(not all(map(all, right)))
+    with tempfile.TemporaryDirectory() as folder:
+        return int(not side_by_side(trees(Path(folder), options.device, options.nsamples)))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def all_stages(work: Path, folder: Path) -> list[Stage]:
 
     # the tests with the fixture `device`; what is left out needs no GPU, but data or the package datasets
     left_out = ("pipeline/test_goldens.py", "cli", "core", "text")
-    tests = ["-m", "pytest", "tests", "-k", "cuda", "-n", "8", "--durations", "10"]
+    tests = ["-m", "pytest", "tests", "-k", "cuda", "-m", "not slow", "-n", "12", "--durations", "10"]
     tests += [word for path in left_out for word in ("--ignore", f"tests/{path}")]
     return [
         Stage("probe", 60, script("gpu/probe.py", "--out", str(work / "probe.json"))),
@@ -80,8 +80,8 @@ def all_stages(work: Path, folder: Path) -> list[Stage]:
             Stage(f"tiny-{quality}", seconds, rows("tiny_llama.py", f"--quality {quality}"), beside=True)
             for quality, seconds in TINY.items()
         ),
-        Stage("commands", 300, script("gpu/commands.py", "--device cuda"), beside=True),
-        Stage("tests", 300, (sys.executable, *tests), beside=True),
+        Stage("commands", 200, script("gpu/commands.py", "--device cuda"), beside=True),
+        Stage("tests", 240, (sys.executable, *tests), beside=True),
         Stage("sparse24", 90, rows("bench_sparse24_linear.py", "--repeats 20")),
         Stage("step", 90, rows("bench_rotation_step.py", "--repeats 20")),
         *layers("8b", LAYERS_8B),

@@ -93,7 +93,11 @@ def test_the_commands_of_the_stage_commands_are_understood(
     monkeypatch.syspath_prepend(str(BENCHMARKS / "gpu"))
     import commands
 
-    lines = [line[line[0] == "killed" :] for chain in commands.chains(tmp_path, "cpu", 2) for line in chain]
+    lines = [
+        line[line[0] == "killed" :]
+        for tree in commands.trees(tmp_path, "cpu", 2)
+        for line in commands.lines_of(tree)
+    ]
     for name, *arguments in lines:
         assert imported(name).make_context(name, arguments).params
     without = {"run", "info", "demo", "serve", "compare", "sweep"}
