@@ -9,14 +9,6 @@
 
 #include "shared_on_host.h"
 
-struct uint2 {
-  uint32_t x, y;
-};
-template <class T>
-T __ldcs(const T* from) {
-  return *from;
-}
-
 namespace on_cpu {
 
 constexpr size_t kWarp = 32;
