@@ -44,8 +44,9 @@ def raw(folder):
             for name, each in saved_tensors(folder).items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["none", "shared", "layer"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "tied"), [("none", False), ("shared", True), ("layer", False), ("layer", True)]
+)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_path):
     """The logits behind an image stay: the projector writes in the rotated basis."""
