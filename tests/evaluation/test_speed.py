@@ -14,6 +14,7 @@ from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.evaluation import speed, timing, variants
+from drot.evaluation.cases import Case
 from drot.evaluation.timing import Replay, Timing, interleaved, replayed
 from drot.evaluation.variants import (
     DENSE,
@@ -23,6 +24,7 @@ from drot.evaluation.variants import (
     model_variants,
 )
 from drot.model.boundary import down_rotations, rotation_place
+from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.reporting.demo import MODEL
 from drot.sparse.fused import DeferredLinear
@@ -257,6 +259,28 @@ def test_the_rotations_of_a_layer_are_those_of_the_checkpoint(boundary, down, as
     assert rotation_place(layer) == boundary
     assert [part.weight.shape[-1] for part in down_rotations(layer)] == ([] if down is None else [down])
     assert isinstance(layer.mlp.down_proj, DeferredLinear) == (boundary == "residual")
+
+
+@pytest.mark.parametrize("case", [Case("layer", "decode", 2), Case("layer", "prefill", 5)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "mixtral", "deepseek_v3"])
+@torch.no_grad()
+def test_a_layer_is_timed_alone(family, case):
+    """Without the last norm and what a pass makes for all layers, with the output that it has in its model."""
+    model = layer_variants(small_model(family).config, dtype=torch.float32, device=CPU)[DENSE]
+    torch.manual_seed(1)
+    call = speed.call_of(model, case, CPU)
+    torch.manual_seed(1)
+    shape = (1, case.size) if case.phase == "prefill" else (case.size, 1)
+    hidden, inputs, called = torch.randn(*shape, model.config.hidden_size), [], []
+    decoder = DecoderModel(model)
+    for module in (decoder.final_norm, decoder.embedding):
+        module.register_forward_pre_hook(
+            lambda _, given: (called.append(1), inputs.append(given[0])) and None
+        )
+    output = call()
+    assert not called
+    model.base_model(inputs_embeds=hidden, use_cache=False)
+    torch.testing.assert_close(inputs[0], output, rtol=1e-4, atol=1e-5)
 
 
 def test_short_calls_are_captured_in_one_graph(monkeypatch):
