@@ -265,20 +265,18 @@ def test_the_rotations_of_a_layer_are_those_of_the_checkpoint(boundary, down, as
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "mixtral", "deepseek_v3"])
 @torch.no_grad()
 def test_a_layer_is_timed_alone(family, case):
-    """Without the last norm and what a pass makes for all layers, with the output that it has in its model."""
+    """Without the last norm and what a pass makes for all layers; its output is that in its model."""
     model = layer_variants(small_model(family).config, dtype=torch.float32, device=CPU)[DENSE]
     torch.manual_seed(1)
     call = speed.call_of(model, case, CPU)
     torch.manual_seed(1)
     shape = (1, case.size) if case.phase == "prefill" else (case.size, 1)
-    hidden, inputs, called = torch.randn(*shape, model.config.hidden_size), [], []
+    hidden, inputs = torch.randn(*shape, model.config.hidden_size), []
     decoder = DecoderModel(model)
     for module in (decoder.final_norm, decoder.embedding):
-        module.register_forward_pre_hook(
-            lambda _, given: (called.append(1), inputs.append(given[0])) and None
-        )
+        module.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     output = call()
-    assert not called
+    assert not inputs
     model.base_model(inputs_embeds=hidden, use_cache=False)
     torch.testing.assert_close(inputs[0], output, rtol=1e-4, atol=1e-5)
 
