@@ -3,7 +3,6 @@
 import runpy
 from pathlib import Path
 
-import pytest
 import torch
 from runs import prune, recipe
 from small_models import random_tokens, save_small_model, small_model
