@@ -30,7 +30,7 @@ demo: $(VENV)/drot-installed
 # Two processes of one thread each: threads gain little in small tests, and two processes of two threads each
 # would wait for each other. A few tests set more threads; passive ones leave the cores to the other process
 # while they wait. `make demo` runs with torch's own number of threads, as drot does for its users.
-# pytest keeps the bytecode of the tests, which takes each process five seconds to make.
+# With the empty variable pytest keeps the bytecode of the tests, which takes each process five seconds to make.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
   $(VENV)/bin/pytest -n 2 --dist worksteal
 

@@ -88,9 +88,10 @@ def walk(tree: Tree) -> bool:
     return run(first) and side_by_side(rest)
 
 
-def side_by_side(trees: Sequence[Tree]) -> bool:
-    with ThreadPoolExecutor(len(trees) or 1) as pool:
-        return all(list(pool.map(walk, trees)))
+def side_by_side(several: Sequence[Tree]) -> bool:
+    """Runs trees at the same time; whether all commands succeeded."""
+    with ThreadPoolExecutor(len(several) or 1) as pool:
+        return all(list(pool.map(walk, several)))
 
 
 def run(arguments: Sequence[str]) -> bool:

@@ -80,8 +80,8 @@ void run_skinny(const Problem& p, at::Tensor& y) {
 // Whether the product is added to something.
 bool has_addends(const Problem& p) { return p.residual.defined() || p.bias.defined(); }
 
-// y += bias + residual (· rotation), each rounded. The product comes before: on an H200 cuSPARSELt took 62 us
-// longer to add 2048 tokens to y than to write them, and the addition alone takes 13.
+// y += bias + residual (· rotation), each rounded. The product comes before: on an H200, 2048 tokens and
+// a rotation of 4096 x 14336 took 386 us where cuSPARSELt added to y, and 346 us where it writes y.
 void add_addends(const Problem& p, at::Tensor& y) {
   if (p.rotation.defined()) {
     y.addmm_(p.residual, p.rotation);
