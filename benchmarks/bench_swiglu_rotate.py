@@ -1,4 +1,7 @@
-"""swiglu_rotate against SiLU, product and a batched product of torch: the input of a down_proj with R3."""
+"""swiglu_rotate against SiLU, product and a batched product of torch: the input of a down_proj with R3.
+
+And without R3 against SiLU and product, where gate and up are halves of one product, as in a packed layer.
+"""
 
 from functools import partial
 
@@ -46,6 +49,20 @@ def main() -> None:
                 peer="torch",
                 # gate and up are read, the rotation is read, the result is written
                 bytes_moved=(3 * tokens + size) * width * dtype.itemsize,
+                device=device,
+                save=options.csv,
+            )
+            halves = torch.cat([gate, up], -1).chunk(2, -1)
+            functions = {
+                "torch": partial(without_rotation, *halves, rotation),
+                "drot": partial(swiglu_rotate, *halves),
+            }
+            report(
+                "swiglu_rotate",
+                f"{tokens} x {width} {str(dtype).removeprefix('torch.')} halves, no R3",
+                interleaved(graphs(functions, device), device=device, repeats=options.repeats, warmup=1),
+                peer="torch",
+                bytes_moved=3 * tokens * width * dtype.itemsize,
                 device=device,
                 save=options.csv,
             )

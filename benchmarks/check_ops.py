@@ -287,13 +287,14 @@ def swiglu_cases(device: str) -> Iterator[Case]:
         gate, up = (torch.randn(tokens, blocks * size) for _ in range(2))
         rotation = torch.linalg.qr(torch.randn(blocks, size, size))[0]
         for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
-            given = [t.to(dtype) for t in (gate, up, rotation)]
+            rotated = [t.to(dtype) for t in (gate, up, rotation)]
+            for given, name in ((rotated, f"{blocks}x{size}"), (rotated[:2], f"{blocks * size}")):
 
-            def gated(given: list[Tensor] = given) -> tuple[Tensor, Tensor]:
-                want = ops.swiglu_rotate_ref(*(t.double() for t in given))
-                return ops.swiglu_rotate(*(t.to(device) for t in given)).cpu(), want
+                def gated(given: list[Tensor] = given) -> tuple[Tensor, Tensor]:
+                    want = ops.swiglu_rotate_ref(*(t.double() for t in given))
+                    return ops.swiglu_rotate(*(t.to(device) for t in given)).cpu(), want
 
-            yield f"swiglu_rotate {tokens} {blocks}x{size} {dtype}", gated, tolerance
+                yield f"swiglu_rotate {tokens} {name} {dtype}", gated, tolerance
 
 
 GROUPS = {

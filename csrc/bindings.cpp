@@ -48,7 +48,7 @@ TORCH_LIBRARY(drot, m) {
       "sparse24_linear(Tensor x, Tensor values, Tensor positions, Tensor? bias=None, Tensor? residual=None,"
       " Tensor? rotation=None, Tensor? compressed=None) -> Tensor",
       tags);
-  m.def("swiglu_rotate(Tensor gate, Tensor up, Tensor rotation) -> Tensor", tags);
+  m.def("swiglu_rotate(Tensor gate, Tensor up, Tensor? rotation=None) -> Tensor", tags);
   m.def("sparse24_compress(Tensor values, Tensor positions) -> Tensor", tags);
 
   // The checks of the ops whose CPU kernel is their reference in Python (drot/ops/registration.py).

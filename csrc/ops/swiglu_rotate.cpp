@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <optional>
+
 #include "common/no_autocast.h"
 
 namespace drot {
@@ -16,18 +18,20 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-at::Tensor below_autograd(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation) {
+using Rotation = std::optional<at::Tensor>;
+
+at::Tensor below_autograd(const at::Tensor& gate, const at::Tensor& up, const Rotation& rotation) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("drot::swiglu_rotate", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
+                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const Rotation&)>();
   const at::AutoDispatchBelowADInplaceOrView guard;
   return op.call(gate, up, rotation);
 }
 
 struct SwigluRotate : torch::autograd::Function<SwigluRotate> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up,
-                            const at::Tensor& rotation) {
-    ctx->save_for_backward({gate, up, rotation});
+                            const Rotation& rotation) {
+    ctx->save_for_backward({gate, up, rotation.value_or(at::Tensor())});
     return below_autograd(gate, up, rotation);
   }
 
@@ -36,27 +40,30 @@ struct SwigluRotate : torch::autograd::Function<SwigluRotate> {
     const NoAutocast no_autocast;
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor gate = saved[0].to(at::kFloat), up = saved[1].to(at::kFloat);
-    const at::Tensor rotation = saved[2].to(at::kFloat);
-    const auto in_blocks = [&](const at::Tensor& t) {
-      return t.reshape({-1, rotation.size(0), rotation.size(1)});
-    };
-    const at::Tensor gradient = in_blocks(gradients[0].to(at::kFloat));
     const at::Tensor sigmoid = at::sigmoid(gate), silu = gate * sigmoid;
-    const at::Tensor of_gated = at::einsum("tnj,nij->tni", {gradient, rotation}).reshape(gate.sizes());
+    at::Tensor of_gated = gradients[0].to(at::kFloat);
     variable_list found(3);
+    if (saved[2].defined()) {
+      const at::Tensor rotation = saved[2].to(at::kFloat);
+      const auto in_blocks = [&](const at::Tensor& t) {
+        return t.reshape({-1, rotation.size(0), rotation.size(1)});
+      };
+      const at::Tensor gradient = in_blocks(of_gated);
+      of_gated = at::einsum("tnj,nij->tni", {gradient, rotation}).reshape(gate.sizes());
+      if (ctx->needs_input_grad(2)) {
+        found[2] = at::einsum("tni,tnj->nij", {in_blocks(silu * up), gradient}).to(saved[2].scalar_type());
+      }
+    }
     if (ctx->needs_input_grad(0)) {
       found[0] = (of_gated * up * sigmoid * (1 + gate * (1 - sigmoid))).to(saved[0].scalar_type());
     }
     if (ctx->needs_input_grad(1)) found[1] = (of_gated * silu).to(saved[1].scalar_type());
-    if (ctx->needs_input_grad(2)) {
-      found[2] = at::einsum("tni,tnj->nij", {in_blocks(silu * up), gradient}).to(saved[2].scalar_type());
-    }
     return found;
   }
 };
 
-at::Tensor swiglu_rotate_autograd(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation) {
-  const bool needed = gate.requires_grad() || up.requires_grad() || rotation.requires_grad();
+at::Tensor swiglu_rotate_autograd(const at::Tensor& gate, const at::Tensor& up, const Rotation& rotation) {
+  const bool needed = gate.requires_grad() || up.requires_grad() || (rotation && rotation->requires_grad());
   if (!needed || !at::GradMode::is_enabled()) return below_autograd(gate, up, rotation);
   return SwigluRotate::apply(gate, up, rotation);
 }

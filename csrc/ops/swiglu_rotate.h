@@ -1,7 +1,9 @@
-// swiglu_rotate: y = (SiLU(gate) · up) R, with R = blockdiag(rotation[0], rotation[1], …).
+// swiglu_rotate: y = (SiLU(gate) · up) R, with R = blockdiag(rotation[0], rotation[1], …), or without R.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <optional>
 
 #include "common/checks.h"
 #include "ops/swiglu_rotate_math.h"
@@ -9,18 +11,22 @@
 namespace drot {
 
 // gate and up [..., n·b], rotation [n, b, b], all of one dtype and on one device.
-inline void check_swiglu_rotate(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation) {
-  TORCH_CHECK_VALUE(rotation.dim() == 3 && rotation.size(1) == rotation.size(2),
-                    "rotation must be [n, b, b], got ", rotation.sizes());
-  check_dtype(rotation, "rotation", {at::kBFloat16, at::kHalf, at::kFloat});
-  const int64_t width = rotation.size(0) * rotation.size(1);
-  TORCH_CHECK_VALUE(gate.dim() >= 1 && gate.size(-1) == width, "gate must be [..., ", width,
-                    "], one column for each row of rotation, got ", gate.sizes());
-  check_same_shape(up, "up", gate, "gate");
-  for (const auto& [t, name] : {std::pair(&gate, "gate"), std::pair(&up, "up")}) {
-    check_same_dtype(*t, name, rotation, "rotation");
-    check_same_device(*t, name, rotation, "rotation");
+inline void check_swiglu_rotate(const at::Tensor& gate, const at::Tensor& up,
+                                const std::optional<at::Tensor>& rotation) {
+  check_dtype(gate, "gate", {at::kBFloat16, at::kHalf, at::kFloat});
+  TORCH_CHECK_VALUE(gate.dim() >= 1, "gate must be [..., n], got ", gate.sizes());
+  if (rotation) {
+    TORCH_CHECK_VALUE(rotation->dim() == 3 && rotation->size(1) == rotation->size(2),
+                      "rotation must be [n, b, b], got ", rotation->sizes());
+    const int64_t width = rotation->size(0) * rotation->size(1);
+    TORCH_CHECK_VALUE(gate.size(-1) == width, "gate must be [..., ", width,
+                      "], one column for each row of rotation, got ", gate.sizes());
+    check_same_dtype(*rotation, "rotation", gate, "gate");
+    check_same_device(*rotation, "rotation", gate, "gate");
   }
+  check_same_shape(up, "up", gate, "gate");
+  check_same_dtype(up, "up", gate, "gate");
+  check_same_device(up, "up", gate, "gate");
 }
 
 // gate or up as [tokens, columns] whose columns are neighbours in memory: a view if it can be.

@@ -1,5 +1,7 @@
 """The variants that `drot bench` compares: the same layer or model dense, 2:4, and 2:4 with its rotations.
 
+The dense one is computed by transformers' own code, the others as `drot.load` returns them.
+
 Variants share the parameters in which they do not differ, so that all fit into memory at the same time.
 """
 
@@ -115,6 +117,7 @@ def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) 
             remove_down_rotation(layer)
         if rotation_place(layer) is not None:
             remove_boundary_rotation(layer)
+    fuse(plain)  # an MLP lost its op with R3
     dense = _sharing_copy(plain)
     unpack_model(dense)
     return {DENSE: dense, SPARSE: plain} | ({ROTATED: packed} if layers else {})

@@ -11,7 +11,8 @@ from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Name of the module in an MLP, or in the module of all experts, that holds R3.
 DOWN_ROTATION = "down_rotation"
-#: The modules of SiLU, also the one of transformers, and the dtypes, for which R3 is one op.
+#: The modules of SiLU, also the one of transformers, and the dtypes, for which the product with the gate, and
+#: R3, are one op.
 SILU = (nn.SiLU, SiLUActivation)
 SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,15 +29,8 @@ class BlockRotation(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b].
-
-        In one pass over memory where the activation is SiLU.
-        """
-        weight = self.weight
-        fits = gate.dtype == weight.dtype in SWIGLU_DTYPES and has_kernels(gate.device)
-        if isinstance(activation, SILU) and fits:
-            return swiglu_rotate(gate, up, weight)
-        return _rotated(activation(gate) * up, weight)
+        """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b]."""
+        return gated_activation(gate, up, activation, self.weight)
 
     def of_expert(self, x: Tensor, expert: int) -> Tensor:
         """The inputs of down_proj x [..., in] of one expert, rotated by its blocks."""
@@ -45,6 +39,21 @@ class BlockRotation(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks={len(self.weight)}, size={self.weight.shape[-1]}"
+
+
+def gated_activation(
+    gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor], rotation: Tensor | None = None
+) -> Tensor:
+    """activation(gate) · up [..., n], rotated by the blocks [n/b, b, b] of `rotation` if there is one.
+
+    In one pass over memory where the activation is SiLU.
+    """
+    dtypes = {tensor.dtype for tensor in (gate, up, rotation) if tensor is not None}
+    fits = len(dtypes) == 1 and gate.dtype in SWIGLU_DTYPES and has_kernels(gate.device)
+    if isinstance(activation, SILU) and fits:
+        return swiglu_rotate(gate, up, rotation)
+    product = activation(gate) * up
+    return product if rotation is None else _rotated(product, rotation)
 
 
 def _rotated(x: Tensor, blocks: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.experts import drop_down_rotation, hold_down_rotation
 from drot.model.family import Family
 from drot.model.mixins import Mixin, mix, unmix
+from drot.model.one_op import GatedMLP
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 ROTATION_MODULE = "residual_rotation"
@@ -77,36 +78,13 @@ class RotateAndAdd(nn.Module):
     """
 
 
-class RotatedMLP(Mixin):
-    """Mixin in front of a family's class of gated MLPs, for an MLP that holds R3.
-
-    parts: the names of its modules (`Family.mlp_parts`).
-    """
-
-    family: Family
-    parts: tuple[tuple[str, ...], str]
-    training: bool
-    down_rotation: BlockRotation
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., d] -> what the stock forward returns."""
-        family, (inputs, output) = self.family, self.parts
-        outputs = [getattr(self, name)(x) for name in inputs]
-        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        rotated = self.down_rotation(gate, up, getattr(self, family.activation))
-        result: Tensor = getattr(self, output)(rotated)
-        if family.mlp_dropout is None:
-            return result
-        return nn.functional.dropout(result, getattr(self, family.mlp_dropout), self.training)
-
-
 class RotatedLayer(Mixin):
     """Mixin in front of a family's class of decoder layers, for a layer that holds Q, R3 or both.
 
     place `input`: h ← h Q, then the stock forward. The places `residual` and `inside` replace the stock
     forward, in whose middle Q acts. Every family in model/families.py has its form: attention,
     then MLP, each with the norms of the declaration, and outputs that are added as it says. R3 is applied by
-    the MLP, which is a RotatedMLP, or by the experts.
+    the MLP, which is a GatedMLP, or by the experts.
 
     transformers has no registry for the classes of decoder layers: the code of each model names its own. So
     `add_boundary_rotation` and `add_down_rotation` change the class of a layer.
@@ -230,7 +208,7 @@ def add_down_rotation(
 ) -> list[BlockRotation]:
     """Adds an uninitialised R3 to a decoder layer, and returns its parts.
 
-    An MLP becomes a RotatedMLP, a module of experts a ReplacedExperts, and the layer a RotatedLayer, whose
+    An MLP becomes a GatedMLP, a module of experts a ReplacedExperts, and the layer a RotatedLayer, whose
     norm of the MLP gets NORM_PREFIX.
 
     blocks: module whose down_proj takes R3 (`Family.down_modules`) → the number of its blocks.
@@ -242,7 +220,8 @@ def add_down_rotation(
             hold_down_rotation(mlp, family, rotation)
         else:
             setattr(mlp, DOWN_ROTATION, rotation)
-            mix(mlp, RotatedMLP, family=family, parts=family.mlp_parts(path))
+            if not isinstance(mlp, GatedMLP):
+                mix(mlp, GatedMLP, family=family, parts=family.mlp_parts(path))
         added.append(rotation)
     _fit_class(layer, family)
     return added

@@ -16,7 +16,8 @@ The layer's own code does not change. It calls q_proj, k_proj and v_proj one aft
 q_proj computes all columns, returns its own and keeps the others, which k_proj and v_proj then return.
 down_proj returns its input a unchanged, so the MLP returns a, and the layer passes r and a to the rotation.
 
-A product with a linear that is not packed is not fused, and neither are those of routed experts.
+A product with a linear that is not packed is not fused, and neither are those of routed experts. The norms
+and the gated activation become one op each (drot/model/one_op.py).
 
 The state dict of a fused model has the names and shapes of the separate modules.
 """
@@ -33,6 +34,7 @@ from drot.model.boundary import RotateAndAdd, rotation_place
 from drot.model.decoder import DecoderModel
 from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer
+from drot.model.one_op import use_one_op, use_stock_ops
 from drot.ops import sparse24_linear
 from drot.sparse.linear import SparseLinear, in_dtype_of, is_packed
 
@@ -206,6 +208,7 @@ def fused_layer(layer: DecoderLayer) -> Iterator[None]:
 
 @torch.no_grad()
 def _fuse_layer(layer: DecoderLayer) -> None:
+    use_one_op(layer.module, layer.family)
     _fuse_rotation(layer)
     for group in _shared(layer):
         linears = [first for first, *_ in layer.modules_of(group)]
@@ -244,6 +247,7 @@ def unfuse(model: "PreTrainedModel") -> None:
 
 
 def _unfuse_layer(layer: DecoderLayer) -> None:
+    use_stock_ops(layer.module, layer.family)
     for group in _shared(layer):
         linears = [first for first, *_ in layer.modules_of(group)]
         if isinstance(fused := linears[0].module, FusedLinear):

@@ -44,6 +44,15 @@ def test_values(library, tokens: int, blocks: int, size: int, halves: bool, dtyp
     run = library.swiglu_bf16 if dtype == torch.bfloat16 else library.swiglu_float
     run(*(ctypes.c_void_p(t.data_ptr()) for t in (gate, up, rotation, out)), sizes, ctypes.c_int64(backwards))
     want = swiglu_rotate_ref(gate.double(), up.double(), rotation.double())
+    assert_near(out, want, dtype)
+    alone = torch.full_like(out, torch.nan)
+    pointers = [t.data_ptr() for t in (gate, up)] + [None, alone.data_ptr()]
+    whole = (ctypes.c_int64 * 5)(*sizes[:3], 1, width)  # one block as wide as a row, without a rotation
+    run(*map(ctypes.c_void_p, pointers), whole, ctypes.c_int64(backwards))
+    assert_near(alone, swiglu_rotate_ref(gate.double(), up.double()), dtype)
+
+
+def assert_near(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     error = 2**-7 if dtype == torch.bfloat16 else 2e-6  # a bf16 is rounded before and after the product
     torch.testing.assert_close(
         out.double(), want, rtol=error, atol=error * float(want.square().mean().sqrt())

@@ -14,8 +14,27 @@ namespace {
 
 constexpr int64_t kTokensAtOnce = 64;  // tokens for which a thread widens a block
 
+constexpr int64_t kColumnsAtOnce = 4096;  // columns without a rotation, of one token, that a thread takes
+
 template <class T>
-void run(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation, at::Tensor& out) {
+void run_rows(const at::Tensor& gate, const at::Tensor& up, at::Tensor& out) {
+  const int64_t columns = out.size(1), parts = (columns + kColumnsAtOnce - 1) / kColumnsAtOnce;
+  const auto* gates = static_cast<const T*>(gate.const_data_ptr());
+  const auto* ups = static_cast<const T*>(up.const_data_ptr());
+  auto* outs = static_cast<T*>(out.mutable_data_ptr());
+  // as many columns as a core computes while a thread of its own starts
+  at::parallel_for(0, out.size(0) * parts, 2, [&](int64_t first, int64_t last) {
+    for (int64_t at = first; at < last; ++at) {
+      const int64_t token = at / parts, column = at % parts * kColumnsAtOnce;
+      DROT_SIMD_CALL(swiglu_row)
+      (gates + token * gate.stride(0) + column, ups + token * up.stride(0) + column,
+       outs + token * out.stride(0) + column, std::min(kColumnsAtOnce, columns - column));
+    }
+  });
+}
+
+template <class T>
+void run_blocks(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation, at::Tensor& out) {
   const int64_t tokens = out.size(0), blocks = rotation.size(0), size = rotation.size(1);
   const int64_t padded = (size + kSwigluColumns - 1) / kSwigluColumns * kSwigluColumns;
   const int64_t parts = (tokens + kTokensAtOnce - 1) / kTokensAtOnce;
@@ -48,21 +67,32 @@ void run(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotatio
   });
 }
 
-at::Tensor swiglu_rotate_cpu(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation) {
+template <class T>
+void run(const at::Tensor& gate, const at::Tensor& up, const std::optional<at::Tensor>& rotation,
+         at::Tensor& out) {
+  if (rotation) {
+    run_blocks<T>(gate, up, rotation->contiguous(), out);
+  } else {
+    run_rows<T>(gate, up, out);
+  }
+}
+
+at::Tensor swiglu_rotate_cpu(const at::Tensor& gate, const at::Tensor& up,
+                             const std::optional<at::Tensor>& rotation) {
   check_swiglu_rotate(gate, up, rotation);
   at::Tensor result = at::empty(gate.sizes(), gate.options());
   if (result.numel() == 0) return result;
   at::Tensor out = result.view({-1, gate.size(-1)});
-  const at::Tensor gates = swiglu_rows(gate), ups = swiglu_rows(up), blocks = rotation.contiguous();
-  switch (blocks.scalar_type()) {
+  const at::Tensor gates = swiglu_rows(gate), ups = swiglu_rows(up);
+  switch (gate.scalar_type()) {
     case at::kFloat:
-      run<float>(gates, ups, blocks, out);
+      run<float>(gates, ups, rotation, out);
       break;
     case at::kBFloat16:
-      run<Bf16>(gates, ups, blocks, out);
+      run<Bf16>(gates, ups, rotation, out);
       break;
     default:
-      run<Fp16>(gates, ups, blocks, out);
+      run<Fp16>(gates, ups, rotation, out);
   }
   return result;
 }

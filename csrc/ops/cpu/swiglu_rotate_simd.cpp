@@ -94,8 +94,17 @@ void swiglu_rotate_block(const SwigluBlock<T>& p) {
   }
 }
 
+template <class T>
+void swiglu_row(const T* gate, const T* up, T* out, int64_t columns) {
+#pragma omp simd
+  for (int64_t j = 0; j < columns; ++j) out[j] = rounded(swiglu(wide(gate[j]), wide(up[j])), T{});
+}
+
 template void swiglu_rotate_block(const SwigluBlock<float>&);
 template void swiglu_rotate_block(const SwigluBlock<Bf16>&);
 template void swiglu_rotate_block(const SwigluBlock<Fp16>&);
+template void swiglu_row(const float*, const float*, float*, int64_t);
+template void swiglu_row(const Bf16*, const Bf16*, Bf16*, int64_t);
+template void swiglu_row(const Fp16*, const Fp16*, Fp16*, int64_t);
 
 }  // namespace drot::DROT_SIMD

@@ -1,5 +1,5 @@
-// The part of the CPU kernel of swiglu_rotate that is compiled for each instruction set (common/cpu/simd.h):
-// one diagonal block for some tokens.
+// The parts of the CPU kernel of swiglu_rotate that are compiled for each instruction set
+// (common/cpu/simd.h): one diagonal block for some tokens, and some columns of one token without a rotation.
 #pragma once
 
 #include <cstdint>
@@ -26,4 +26,5 @@ struct SwigluBlock {
 
 }  // namespace drot
 
-DROT_SIMD_DECLARE(template <class T> void swiglu_rotate_block(const SwigluBlock<T>& p))
+DROT_SIMD_DECLARE(template <class T> void swiglu_rotate_block(const SwigluBlock<T>& p);
+                  template <class T> void swiglu_row(const T* gate, const T* up, T* out, int64_t columns))

@@ -11,31 +11,35 @@
 namespace drot {
 namespace {
 
+// rotation: undefined without one.
 template <class T>
 SwigluProblem<T> problem(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation,
                          at::Tensor& out) {
+  const bool rotates = rotation.defined();
   const SwigluProblem<T> p{.gate = static_cast<const T*>(gate.const_data_ptr()),
                            .up = static_cast<const T*>(up.const_data_ptr()),
-                           .rotation = static_cast<const T*>(rotation.const_data_ptr()),
+                           .rotation = rotates ? static_cast<const T*>(rotation.const_data_ptr()) : nullptr,
                            .out = static_cast<T*>(out.mutable_data_ptr()),
                            .gate_stride = gate.stride(0),
                            .up_stride = up.stride(0),
                            .tokens = gate.size(0),
-                           .blocks = rotation.size(0),
-                           .size = rotation.size(1)};
+                           .blocks = rotates ? rotation.size(0) : 1,
+                           .size = rotates ? rotation.size(1) : gate.size(1)};
   TORCH_CHECK_VALUE(swiglu_tiles(p, kFewTokens) <= INT32_MAX,
                     "gate must have less than 2^31 tiles of 16 x 64, got ", gate.sizes());
   return p;
 }
 
-at::Tensor swiglu_rotate_cuda(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation) {
+at::Tensor swiglu_rotate_cuda(const at::Tensor& gate, const at::Tensor& up,
+                              const std::optional<at::Tensor>& rotation) {
   check_swiglu_rotate(gate, up, rotation);
   const c10::cuda::CUDAGuard guard(gate.device());
   at::Tensor out = at::empty(gate.sizes(), gate.options());
   if (out.numel() == 0) return out;
-  const at::Tensor gates = swiglu_rows(gate), ups = swiglu_rows(up), blocks = rotation.contiguous();
+  const at::Tensor gates = swiglu_rows(gate), ups = swiglu_rows(up);
+  const at::Tensor blocks = rotation ? rotation->contiguous() : at::Tensor();
   Launcher launcher(gates);
-  switch (blocks.scalar_type()) {
+  switch (gate.scalar_type()) {
     case at::kFloat:
       run_swiglu_rotate_float(launcher, problem<float>(gates, ups, blocks, out));
       break;

@@ -1,5 +1,5 @@
-// The kernels of swiglu_rotate: y = (SiLU(gate) · up) R with R = blockdiag(rotation). 16-bit floats take the
-// tensor cores (sparse24_mma.cuh), fp32 does not. tests/native compiles this file for a CPU too.
+// The kernels of swiglu_rotate: y = (SiLU(gate) · up) R with R = blockdiag(rotation), or without R. Products
+// of 16-bit floats take the tensor cores (sparse24_mma.cuh). tests/native compiles this file for a CPU too.
 //
 // A block of threads has some tokens and 64 columns of one diagonal block. It goes over the rows of the
 // diagonal block in steps of 64: it computes the gated activation of the step into shared memory, loads the
@@ -21,7 +21,8 @@ constexpr int kFewTokens = 16, kManyTokens = 64;
 constexpr int kSwigluRow = kSwigluStep + 8;
 
 // gate, up: rows of `size · blocks` neighbours, `gate_stride` and `up_stride` apart. rotation [blocks, size,
-// size], out [tokens, size · blocks]. T: uint16_t, for the bit patterns of 16-bit floats, or float.
+// size] or null, for one block without a rotation. out [tokens, size · blocks]. T: uint16_t, for the bit
+// patterns of 16-bit floats, or float.
 template <class T>
 struct SwigluProblem {
   const T *gate, *up, *rotation;
@@ -42,20 +43,27 @@ struct SwigluTile {
   }
 };
 
-// Calls store(row, column, SiLU(gate) · up) for kTokens rows and the columns of a step; 0 outside.
-template <int kTokens, int kVec, class T, class ToFloat, class Store>
-__device__ void gated_step(const SwigluProblem<T>& p, const SwigluTile& tile, int64_t step, ToFloat to_float,
-                           Store store) {
+// fp32 with the conversions of the 16-bit floats.
+struct Fp32Element {
+  __device__ static float to_float(float x) { return x; }
+  __device__ static float from_float(float x) { return x; }
+};
+
+// Calls store(row, column, x) for kTokens rows and the columns of a step, with x[0 … kVec) = SiLU(gate) · up
+// of `column` and its next neighbours; 0 outside.
+template <class Element, int kTokens, int kVec, class T, class Store>
+__device__ void gated_step(const SwigluProblem<T>& p, const SwigluTile& tile, int64_t step, Store store) {
   for (int at = threadIdx.x * kVec; at < kTokens * kSwigluStep; at += kSwigluThreads * kVec) {
     const int row = at / kSwigluStep, column = at % kSwigluStep;
     const int64_t token = tile.token + row, from = tile.block * p.size + step + column;
     const bool inside = token < p.tokens && step + column < p.size;
     const auto gate = load_aligned<T, kVec>(p.gate + token * p.gate_stride + from, inside);
     const auto up = load_aligned<T, kVec>(p.up + token * p.up_stride + from, inside);
+    float x[kVec];
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) {
-      store(row, column + v, swiglu(to_float(gate.get(v)), to_float(up.get(v))));
-    }
+    for (int v = 0; v < kVec; ++v)
+      x[v] = swiglu(Element::to_float(gate.get(v)), Element::to_float(up.get(v)));
+    store(row, column, x);
   }
 }
 
@@ -87,9 +95,10 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_mma(SwigluProble
   const int first_row = kMany ? 16 * warp : 0, first_column = kMany ? 0 : 8 * kTiles * warp;
   float sum[kTiles][4] = {};
   for (int64_t step = 0; step < p.size; step += kSwigluStep) {
-    gated_step<kTokens, kVec>(
-        p, tile, step, [](uint16_t bits) { return Element::to_float(bits); },
-        [&](int row, int column, float x) { gated[row][column] = Element::from_float(x); });
+    gated_step<Element, kTokens, kVec>(p, tile, step, [&](int row, int column, const float (&x)[kVec]) {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) gated[row][column + v] = Element::from_float(x[v]);
+    });
     rotation_step<kVec>(p, tile, step, [&](int row, int column, uint16_t r) { turned[column][row] = r; });
     __syncthreads();
 #pragma unroll
@@ -121,14 +130,15 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_mma(SwigluProble
 template <int kVec>
 __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_float(SwigluProblem<float> p) {
   constexpr int kShare = kFewTokens * kSwigluStep / kSwigluThreads;
-  __shared__ float gated[kFewTokens][kSwigluStep];
+  alignas(16) __shared__ float gated[kFewTokens][kSwigluStep];
   __shared__ float block[kSwigluStep][kSwigluStep];
   const SwigluTile tile(p, kFewTokens);
   const int column = threadIdx.x % kSwigluStep, first = threadIdx.x / kSwigluStep * kShare;
   float sum[kShare] = {};
   for (int64_t step = 0; step < p.size; step += kSwigluStep) {
-    gated_step<kFewTokens, kVec>(
-        p, tile, step, [](float x) { return x; }, [&](int row, int at, float x) { gated[row][at] = x; });
+    gated_step<Fp32Element, kFewTokens, kVec>(p, tile, step, [&](int row, int at, const float (&x)[kVec]) {
+      store_values<kVec>(gated[row] + at, x);
+    });
     rotation_step<kVec>(p, tile, step, [&](int row, int at, float r) { block[row][at] = r; });
     __syncthreads();
     for (int k = 0; k < kSwigluStep; ++k) {
@@ -147,6 +157,21 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_float(SwigluProb
   }
 }
 
+// Without a rotation. A thread has kVec columns of some tokens; kVec divides size, and the strides.
+template <class Element, int kVec, class T>
+__global__ void __launch_bounds__(kSwigluThreads) swiglu_alone(SwigluProblem<T> p) {
+  const SwigluTile tile(p, kFewTokens);
+  gated_step<Element, kFewTokens, kVec>(p, tile, tile.column,
+                                        [&](int row, int column, const float (&x)[kVec]) {
+                                          const int64_t token = tile.token + row, at = tile.column + column;
+                                          if (token >= p.tokens || at >= p.size) return;
+                                          AlignedVector<T, kVec> y;
+#pragma unroll
+                                          for (int v = 0; v < kVec; ++v) y.set(v, Element::from_float(x[v]));
+                                          store_aligned(p.out + token * p.size + at, y);
+                                        });
+}
+
 // The number of blocks of threads.
 template <class T>
 int64_t swiglu_tiles(const SwigluProblem<T>& p, int64_t tokens) {
@@ -160,8 +185,16 @@ bool swiglu_in_vectors(const SwigluProblem<T>& p) {
          is_aligned(p.up) && is_aligned(p.rotation);
 }
 
+template <class Element, class LauncherT, class T>
+void run_swiglu_alone(LauncherT& launcher, const SwigluProblem<T>& p) {
+  const auto kernel =
+      swiglu_in_vectors(p) ? swiglu_alone<Element, kVectorSize<T>, T> : swiglu_alone<Element, 1, T>;
+  launcher.launch(kernel, dim3(swiglu_tiles(p, kFewTokens)), dim3(kSwigluThreads), 0, p);
+}
+
 template <class Element, class LauncherT>
 void run_swiglu_rotate_16(LauncherT& launcher, const SwigluProblem<uint16_t>& p) {
+  if (p.rotation == nullptr) return run_swiglu_alone<Element>(launcher, p);
   constexpr int kVec = kVectorSize<uint16_t>;
   const bool vectors = swiglu_in_vectors(p), many = p.tokens > kFewTokens;
   const auto kernel = many ? (vectors ? swiglu_rotate_mma<Element, kManyTokens, kVec>
@@ -173,6 +206,7 @@ void run_swiglu_rotate_16(LauncherT& launcher, const SwigluProblem<uint16_t>& p)
 
 template <class LauncherT>
 void run_swiglu_rotate_float(LauncherT& launcher, const SwigluProblem<float>& p) {
+  if (p.rotation == nullptr) return run_swiglu_alone<Fp32Element>(launcher, p);
   const auto kernel = swiglu_in_vectors(p) ? swiglu_rotate_float<kVectorSize<float>> : swiglu_rotate_float<1>;
   launcher.launch(kernel, dim3(swiglu_tiles(p, kFewTokens)), dim3(kSwigluThreads), 0, p);
 }

@@ -1,0 +1,80 @@
+"""The norms and gated MLPs of a layer that one op computes."""
+
+import pytest
+import torch
+from small_models import FAMILIES, random_tokens, small_model
+from torch import nn
+
+from drot.model.decoder import DecoderModel
+from drot.model.one_op import GatedMLP, OneOpNorm, use_one_op, use_stock_ops
+
+
+@torch.no_grad()
+def random_model(family: str):
+    """A small model whose norms have weights other than 1."""
+    model = small_model(family)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def use(function, model) -> None:
+    for layer in DecoderModel(model).layers:
+        function(layer.module, layer.family)
+
+
+def replaced(model: nn.Module) -> dict[str, int]:
+    """How many modules of the first layer are OneOpNorms and GatedMLPs."""
+    modules = list(DecoderModel(model).layers[0].module.modules())
+    return {kind.__name__: sum(isinstance(m, kind) for m in modules) for kind in (OneOpNorm, GatedMLP)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_logits_stay(family: str) -> None:
+    model, tokens = random_model(family), random_tokens(2, 9)
+    classes = [type(module) for module in model.modules()]
+    before = model(tokens).logits
+    use(use_one_op, model)
+    use(use_one_op, model)  # a second time changes nothing
+    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-5, atol=1e-5)
+    use(use_stock_ops, model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize(
+    ("family", "norms", "mlps"),
+    [
+        ("llama", 2, 1),
+        ("qwen3", 4, 1),
+        ("phi3", 2, 1),
+        ("olmo2", 4, 1),
+        ("gemma2", 0, 0),  # norms multiply by 1 + γ, and the activation is GELU
+        ("cohere", 0, 1),  # norms subtract the mean
+        ("starcoder2", 0, 0),  # and no gate
+        ("mixtral", 2, 0),  # experts
+    ],
+)
+def test_which_modules(family: str, norms: int, mlps: int) -> None:
+    model = small_model(family)
+    use(use_one_op, model)
+    assert replaced(model) == {"OneOpNorm": norms, "GatedMLP": mlps}
+
+
+@torch.no_grad()
+def test_a_norm_in_16_bits(device: str) -> None:
+    """Rounded at most as often as by transformers, against fp64."""
+    norm = DecoderModel(random_model("llama").to(torch.bfloat16).to(device)).layers[0].norms[0]
+    x = 30 * torch.randn(64, norm.weight.shape[0], device=device).bfloat16()
+    scale = (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    want = norm.weight.double() * x.double() * scale
+
+    def error() -> float:
+        return float((norm(x).double() - want).norm() / want.norm())
+
+    stock = error()
+    norm.__class__ = type("Norm", (OneOpNorm, type(norm)), {})
+    assert error() <= 1.01 * stock < 2**-8
+    mixed = norm.float()(x)  # fp32 weights and a bf16 stream, as under autocast
+    assert float((mixed.double() - want).norm() / want.norm()) < 2**-8
