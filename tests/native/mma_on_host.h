@@ -98,18 +98,35 @@ struct Bf16 {
 
 namespace drot {
 
-// The counterpart of ldmatrix.x4.
-inline void load_matrices(uint32_t (&loaded)[4], SharedAddress row) {
+// Calls get(m, row_of) for each of the four matrices m, with row_of(i) the address of its row i.
+template <class Get>
+void of_matrices(SharedAddress row, Get get) {
   if (row % 16) throw std::runtime_error("ldmatrix needs addresses aligned to 16");
   // as a double, which holds any address of a process
   on_cpu::threads[on_cpu::current].mail = static_cast<double>(row);
   on_cpu::wait(on_cpu::State::kAtWarp);
-  const size_t lane = on_cpu::current % on_cpu::kWarp;
+  const size_t first = on_cpu::current - on_cpu::current % on_cpu::kWarp;
   for (size_t m = 0; m < 4; ++m) {
-    const double from = on_cpu::threads[on_cpu::current - lane + 8 * m + lane / 4].mail;
-    std::memcpy(&loaded[m], reinterpret_cast<const char*>(static_cast<uintptr_t>(from)) + lane % 4 * 4, 4);
+    get(m, [&](size_t i) {
+      return reinterpret_cast<const uint16_t*>(
+          static_cast<uintptr_t>(on_cpu::threads[first + 8 * m + i].mail));
+    });
   }
   on_cpu::wait(on_cpu::State::kAtWarp);
+}
+
+// The counterpart of ldmatrix.x4.
+inline void load_matrices(uint32_t (&loaded)[4], SharedAddress row) {
+  const size_t g = on_cpu::current % on_cpu::kWarp / 4, t = on_cpu::current % 4;
+  of_matrices(row, [&](size_t m, auto row_of) { std::memcpy(&loaded[m], row_of(g) + 2 * t, 4); });
+}
+
+// The counterpart of ldmatrix.x4.trans.
+inline void load_transposed(uint32_t (&loaded)[4], SharedAddress row) {
+  const size_t g = on_cpu::current % on_cpu::kWarp / 4, t = on_cpu::current % 4;
+  of_matrices(row, [&](size_t m, auto row_of) {
+    loaded[m] = row_of(2 * t)[g] | static_cast<uint32_t>(row_of(2 * t + 1)[g]) << 16;
+  });
 }
 
 }  // namespace drot

@@ -19,7 +19,7 @@ def library():
     return ctypes.CDLL(str(compiled("swiglu_rotate", *flags)))
 
 
-@pytest.mark.parametrize("backwards", [0, 1])
+@pytest.mark.parametrize(("backwards", "early"), [(0, 0), (1, 0), (0, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("tokens", "blocks", "size", "halves"),
@@ -34,7 +34,7 @@ def library():
         (20, 2, 130, False),
     ],
 )
-def test_values(library, tokens: int, blocks: int, size: int, halves: bool, dtype, backwards: int) -> None:
+def test_values(library, tokens: int, blocks: int, size: int, halves: bool, dtype, backwards: int, early: int) -> None:
     width = blocks * size
     both = torch.randn(tokens, 2 * width).to(dtype)
     gate, up = both.chunk(2, -1) if halves else (half.contiguous() for half in both.chunk(2, -1))
@@ -42,13 +42,14 @@ def test_values(library, tokens: int, blocks: int, size: int, halves: bool, dtyp
     out = torch.full((tokens, width), torch.nan, dtype=dtype)
     sizes = (ctypes.c_int64 * 5)(gate.stride(0), up.stride(0), tokens, blocks, size)
     run = library.swiglu_bf16 if dtype == torch.bfloat16 else library.swiglu_float
-    run(*(ctypes.c_void_p(t.data_ptr()) for t in (gate, up, rotation, out)), sizes, ctypes.c_int64(backwards))
+    order = ctypes.c_int64(backwards), ctypes.c_int64(early)
+    run(*(ctypes.c_void_p(t.data_ptr()) for t in (gate, up, rotation, out)), sizes, *order)
     want = swiglu_rotate_ref(gate.double(), up.double(), rotation.double())
     assert_near(out, want, dtype)
     alone = torch.full_like(out, torch.nan)
     pointers = [t.data_ptr() for t in (gate, up)] + [None, alone.data_ptr()]
     whole = (ctypes.c_int64 * 5)(*sizes[:3], 1, width)  # one block as wide as a row, without a rotation
-    run(*map(ctypes.c_void_p, pointers), whole, ctypes.c_int64(backwards))
+    run(*map(ctypes.c_void_p, pointers), whole, *order)
     assert_near(alone, swiglu_rotate_ref(gate.double(), up.double()), dtype)
 
 

@@ -34,7 +34,8 @@
 //
 // ldmatrix.x4 loads four matrices of eight rows of 16 bytes from shared memory: lane 8 m + i gives the
 // address of row i of matrix m, and gets columns 2 t, 2 t + 1 of row g of each matrix. So it loads operand A
-// of both instructions, and operand B where B lies transposed.
+// of both instructions, and operand B where B lies transposed. ldmatrix.x4.trans transposes each matrix: the
+// lane gets rows 2 t, 2 t + 1 of column g, as of operand B where B lies by rows.
 //
 // sparse24_skinny multiplies 64 columns of W, 16 groups per row, by two products of mma.sp. The 8 bytes of
 // positions of a row are the metadata of both: lane t has groups 4 t … 4 t + 3, and product s reads those of
@@ -76,6 +77,14 @@ namespace drot {
 // lane gives, aligned to 16 bytes.
 __device__ inline void load_matrices(uint32_t (&loaded)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(loaded[0]), "=r"(loaded[1]), "=r"(loaded[2]), "=r"(loaded[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The same of the four matrices transposed.
+__device__ inline void load_transposed(uint32_t (&loaded)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(loaded[0]), "=r"(loaded[1]), "=r"(loaded[2]), "=r"(loaded[3])
                : "r"(row)
                : "memory");

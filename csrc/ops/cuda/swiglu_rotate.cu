@@ -3,6 +3,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include "common/cuda/async_copy.cuh"
 #include "common/cuda/launcher.cuh"
 #include "ops/cuda/sparse24_mma.cuh"
 #include "ops/cuda/swiglu_rotate_tiles.cuh"

@@ -1,5 +1,6 @@
 // The kernels of swiglu_rotate: y = (SiLU(gate) · up) R with R = blockdiag(rotation), or without R. Products
-// of 16-bit floats take the tensor cores (sparse24_mma.cuh). tests/native compiles this file for a CPU too.
+// of 16-bit floats take the tensor cores (sparse24_mma.cuh). Included after sparse24_mma.cuh and
+// async_copy.cuh; tests/native compiles this file for a CPU, after their counterparts.
 //
 // A block of threads has some tokens and 64 columns of one diagonal block. It goes over the rows of the
 // diagonal block in steps of 64: it computes the gated activation of the step into shared memory, loads the
@@ -17,7 +18,8 @@ namespace drot {
 constexpr int kSwigluThreads = 128, kSwigluWarps = kSwigluThreads / 32;
 constexpr int kSwigluStep = 64;  // columns of a block of threads, and rows of a step
 constexpr int kFewTokens = 16, kManyTokens = 64;
-// The length of a row in shared memory: reads of 32 bits by the eight groups of a warp hit different banks.
+// The length of a row in shared memory: eight rows of 16 bytes that ldmatrix reads at once lie in different
+// banks.
 constexpr int kSwigluRow = kSwigluStep + 8;
 
 // gate, up: rows of `size · blocks` neighbours, `gate_stride` and `up_stride` apart. rotation [blocks, size,
@@ -53,6 +55,7 @@ struct Fp32Element {
 // of `column` and its next neighbours; 0 outside.
 template <class Element, int kTokens, int kVec, class T, class Store>
 __device__ void gated_step(const SwigluProblem<T>& p, const SwigluTile& tile, int64_t step, Store store) {
+#pragma unroll(kVec > 1 ? 4 : 1)  // so that several loads are under way
   for (int at = threadIdx.x * kVec; at < kTokens * kSwigluStep; at += kSwigluThreads * kVec) {
     const int row = at / kSwigluStep, column = at % kSwigluStep;
     const int64_t token = tile.token + row, from = tile.block * p.size + step + column;
@@ -67,20 +70,18 @@ __device__ void gated_step(const SwigluProblem<T>& p, const SwigluTile& tile, in
   }
 }
 
-// Calls store(row, column, element) for the rows of a step of the rotation; 0 outside.
+// Calls store(row, column, from) for the rows of a step of the rotation, with `from` the address of kVec
+// elements from `column` on; null outside.
 template <int kVec, class T, class Store>
 __device__ void rotation_step(const SwigluProblem<T>& p, const SwigluTile& tile, int64_t step, Store store) {
+#pragma unroll(kVec > 1 ? 4 : 1)
   for (int at = threadIdx.x * kVec; at < kSwigluStep * kSwigluStep; at += kSwigluThreads * kVec) {
     const int row = at / kSwigluStep, column = at % kSwigluStep;
     const bool inside = step + row < p.size && tile.column + column < p.size;
     const int64_t from = (tile.block * p.size + step + row) * p.size + tile.column + column;
-    const auto r = load_aligned<T, kVec>(p.rotation + from, inside);
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) store(row, column + v, r.get(v));
+    store(row, column, inside ? p.rotation + from : nullptr);
   }
 }
-
-__device__ inline uint32_t two_of(const uint16_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
 // Many tokens: a warp has 16 tokens and all columns. Few tokens: a warp has the 16 tokens and 16 columns.
 // kVec divides size, and the strides.
@@ -89,26 +90,46 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_mma(SwigluProble
   constexpr bool kMany = kTokens == kManyTokens;
   constexpr int kTiles = kMany ? kSwigluStep / 8 : kSwigluStep / 8 / kSwigluWarps;  // of 8 columns, of a warp
   alignas(16) __shared__ uint16_t gated[kTokens][kSwigluRow];
-  alignas(16) __shared__ uint16_t turned[kSwigluStep][kSwigluRow];  // the rotation's step, transposed
+  alignas(16) __shared__ uint16_t block[kSwigluStep][kSwigluRow];
   const SwigluTile tile(p, kTokens);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_row = kMany ? 16 * warp : 0, first_column = kMany ? 0 : 8 * kTiles * warp;
+  constexpr int kRowBytes = 2 * kSwigluRow;
+  const SharedAddress of_block = shared_address(block);
+  // where this lane reads operands A and B, two columns of tiles at a time
+  const int in_row = lane % 16 * kRowBytes, in_column = lane / 16 * 16;
+  const SharedAddress a_from = shared_address(gated) + first_row * kRowBytes + in_row + in_column;
+  const SharedAddress b_from = of_block + in_row + 2 * first_column + in_column;
   float sum[kTiles][4] = {};
   for (int64_t step = 0; step < p.size; step += kSwigluStep) {
-    gated_step<Element, kTokens, kVec>(p, tile, step, [&](int row, int column, const float (&x)[kVec]) {
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) gated[row][column + v] = Element::from_float(x[v]);
+    // the copies run while the activation is computed
+    rotation_step<kVec>(p, tile, step, [&](int row, int column, const uint16_t* from) {
+      if constexpr (kVec == 1) {
+        block[row][column] = from == nullptr ? 0 : *from;
+      } else if (from == nullptr) {
+        store_aligned(block[row] + column, AlignedVector<uint16_t, kVec>{});
+      } else {
+        copy_async<2 * kVec>(of_block + row * kRowBytes + 2 * column, from);
+      }
     });
-    rotation_step<kVec>(p, tile, step, [&](int row, int column, uint16_t r) { turned[column][row] = r; });
+    commit_copies();
+    gated_step<Element, kTokens, kVec>(p, tile, step, [&](int row, int column, const float (&x)[kVec]) {
+      AlignedVector<uint16_t, kVec> rounded;
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) rounded.set(v, Element::from_float(x[v]));
+      store_aligned(gated[row] + column, rounded);
+    });
+    wait_for_copies<0>();
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kSwigluStep; k += 16) {
-      const uint16_t *low = gated[first_row + g] + k + 2 * t, *high = gated[first_row + g + 8] + k + 2 * t;
-      const uint32_t a[4] = {two_of(low), two_of(high), two_of(low + 8), two_of(high + 8)};
+      uint32_t a[4], b[4];
+      load_matrices(a, a_from + 2 * k);
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const uint16_t* b = turned[first_column + 8 * n + g] + k + 2 * t;
-        Element::multiply_dense(sum[n], a, two_of(b), two_of(b + 8));
+      for (int n = 0; n < kTiles; n += 2) {
+        load_transposed(b, b_from + k * kRowBytes + 16 * n);
+        Element::multiply_dense(sum[n], a, b[0], b[1]);
+        Element::multiply_dense(sum[n + 1], a, b[2], b[3]);
       }
     }
     __syncthreads();
@@ -116,11 +137,19 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_mma(SwigluProble
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t token = tile.token + first_row + g + 8 * (i / 2);
-      const int64_t column = tile.column + first_column + 8 * n + 2 * t + i % 2;
-      if (token < p.tokens && column < p.size) {
-        p.out[(token * p.blocks + tile.block) * p.size + column] = Element::from_float(sum[n][i]);
+    for (int half = 0; half < 2; ++half) {
+      const int64_t token = tile.token + first_row + lane / 4 + 8 * half;
+      const int64_t column = tile.column + first_column + 8 * n + 2 * (lane % 4);
+      if (token >= p.tokens) continue;
+      uint16_t* const out = p.out + (token * p.blocks + tile.block) * p.size + column;
+      AlignedVector<uint16_t, 2> pair;
+      pair.set(0, Element::from_float(sum[n][2 * half]));
+      pair.set(1, Element::from_float(sum[n][2 * half + 1]));
+      if (kVec > 1 && column < p.size) {
+        store_aligned(out, pair);
+      } else {
+        if (column < p.size) out[0] = pair.get(0);
+        if (column + 1 < p.size) out[1] = pair.get(1);
       }
     }
   }
@@ -131,7 +160,7 @@ template <int kVec>
 __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_float(SwigluProblem<float> p) {
   constexpr int kShare = kFewTokens * kSwigluStep / kSwigluThreads;
   alignas(16) __shared__ float gated[kFewTokens][kSwigluStep];
-  __shared__ float block[kSwigluStep][kSwigluStep];
+  alignas(16) __shared__ float block[kSwigluStep][kSwigluStep];
   const SwigluTile tile(p, kFewTokens);
   const int column = threadIdx.x % kSwigluStep, first = threadIdx.x / kSwigluStep * kShare;
   float sum[kShare] = {};
@@ -139,7 +168,9 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_float(SwigluProb
     gated_step<Fp32Element, kFewTokens, kVec>(p, tile, step, [&](int row, int at, const float (&x)[kVec]) {
       store_values<kVec>(gated[row] + at, x);
     });
-    rotation_step<kVec>(p, tile, step, [&](int row, int at, float r) { block[row][at] = r; });
+    rotation_step<kVec>(p, tile, step, [&](int row, int at, const float* from) {
+      store_aligned(block[row] + at, load_aligned<float, kVec>(from, from != nullptr));
+    });
     __syncthreads();
     for (int k = 0; k < kSwigluStep; ++k) {
       const float r = block[k][column];
