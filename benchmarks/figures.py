@@ -186,38 +186,6 @@ def distillation() -> str:
     return table(["tokens", "learning rate", *texts], body, rows)
 
 
-def tf32_update() -> str:
-    figures = ("mask_mean", "mask_most", "error_mean", "error_least", "error_most")
-    rows = read("tf32_update", *figures)
-    body = [
-        [
-            row["rotation"],
-            row["weights"],
-            row["block"],
-            *(f"{float(row[figure]):{'.4%' if 'mask' in figure else '+.4%'}}" for figure in figures),
-        ]
-        for row in rows
-    ]
-    head = ["rotation", "weights", "columns of a block", "mask changed, mean", "most"]
-    head += ["error, mean", "least", "most"]
-    return table(head, body, rows)
-
-
-def prune_command() -> str:
-    """Another checkout's command, and the options of this checkout, with the perplexities of each text."""
-    rows = read("prune_command", "seconds", "ratio", "perplexity")
-    body = []
-    for wanted, options in dict.fromkeys((row["wanted"], row["options"]) for row in rows):
-        own = [row for row in rows if (row["wanted"], row["options"]) == (wanted, options)]
-        ratio = own[0]["ratio"]
-        verdict = ("met" if float(ratio) <= float(wanted) else "MISSED") if wanted else ""
-        shown = f"`{options}`" if wanted else f"`{options}` of {own[0]['commit']}"
-        aim = f"{wanted}: {verdict}" if wanted else ""
-        body.append([shown, own[0]["seconds"], ratio, *(row["perplexity"] for row in own), aim])
-    texts = dict.fromkeys(row["text"] for row in rows)
-    return table(["drot prune", "seconds", "of the first row", *texts, "wanted"], body, rows)
-
-
 def operations() -> str:
     """The operations of a layer, by the formulas of pass_flops.py."""
     rows = read("pass_flops", "tflop")
@@ -431,7 +399,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "rates": rates,
     "finetuning": finetuning,
     "distillation": distillation,
-    "tf32_update": tf32_update,
     "operations": operations,
     "minutes": minutes,
     "scale": scale,
@@ -443,7 +410,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "rotation_step": speeds("rotation_step", "paper"),
     "sparse24_linear": speeds("sparse24_linear", "sparse24_linear"),
     "prune_layer": speeds("prune_layer", "drot", "drot, 50 steps", "drot, 100 steps"),
-    "prune_command": prune_command,
     "tiny_llama": tiny_llama,
     "swiglu_rotate": speeds("swiglu_rotate", "drot"),
     "generate": generate,
