@@ -135,12 +135,12 @@ def analytic_step(objective: LayerObjective, optimizer_class, lr: float = 0.01):
     return step
 
 
-def products_alone(objective: LayerObjective):
+def products_alone(problem: Problem, objective: LayerObjective):
     """The large matrix products of any exact step: the rotated weight Y and the gradient of every linear, and
     M R for every distinct M. Their time is a lower bound for the step."""
     r1 = objective.identity()[0][0].to(objective.product_dtype)
-    right = [weight for role, weight in objective.weights.items() if role != "o_proj"]
-    left = [objective.weights["o_proj"], *(down.weight for down in objective.left_rotated)]
+    left = [problem.weights["o_proj"], problem.weights["down_proj"]]
+    right = [problem.weights[role] for role in (*RIGHT, "v_proj")]
 
     def step() -> None:
         for weight in right:
@@ -186,7 +186,7 @@ def main() -> None:
             "reference": reference_step(working),
             "paper": analytic_step(working.objective("entropy", dtype), PaperOptimizer),
             "fast": analytic_step(working.objective("entropy", dtype), FastOptimizer),
-            "products alone": products_alone(working.objective("entropy", dtype)),
+            "products alone": products_alone(working, working.objective("entropy", dtype)),
             "fast, pruned importance": analytic_step(working.objective("pruned", dtype), FastOptimizer),
         }
         eye = problem.objective("entropy", torch.float32).identity()

@@ -172,8 +172,8 @@ def main() -> None:
             }
             with mock.patch.dict(*peers.get(optimizer, (OPTIMIZERS, {}))):
                 _, record = train_rotation([objective], config, device=device)
-            goal = record.loss_after if goal is None and optimizer == "paper" else goal
-            below = next((i for i, loss in enumerate(record.loss_curve) if goal and loss <= goal), None)
+            goal = record["loss_after"] if goal is None and optimizer == "paper" else goal
+            below = next((i for i, loss in enumerate(record["loss_curve"]) if goal and loss <= goal), None)
             default = optimizer in OPTIMIZERS and config == RotationConfig(
                 objective=kind, optimizer=config.optimizer, steps=OPTIMIZER_DEFAULTS[optimizer][0]
             )
@@ -187,8 +187,8 @@ def main() -> None:
                 "optimizer": optimizer,
                 "steps": config.resolved_steps,
                 "lr": config.resolved_lr,
-                "loss_before": f"{record.loss_before:.2f}",
-                "loss_after": f"{record.loss_after:.2f}",
+                "loss_before": f"{record['loss_before']:.2f}",
+                "loss_after": f"{record['loss_after']:.2f}",
                 "steps_to_paper": "" if goal is None else "never" if below is None else below,
             }
             against = "" if goal is None else f"  below paper's end at step {row['steps_to_paper']}"

@@ -63,11 +63,12 @@ class TrainingRecord(Entries):
     """The training of a rotation. The entropy is a mean over the layers.
 
     loss_before, loss_after: the loss at R = I and at the best step; the sum over the layers that share R1.
-    best_step: the step whose rotations were kept.
+    best_step: the step whose rotations were kept: the best of every tenth step and the last.
     seconds: duration.
     orthogonality_error: max |QᵀQ - 1| of the best matrices, before they were made orthogonal in fp64.
     loss_curve: value i belongs to the rotations after i steps.
-    entropy_curve: entropy by step, from R = I to the rotations that were kept.
+    entropy_curve: entropy by step, at R = I and of the rotations that were kept. Unless the entropy is the
+        objective, and without `layers_per_step`, also after each quarter of the steps but the last.
     nsamples: the calibration sequences of the training.
     """
 

@@ -179,7 +179,8 @@ def fitted(
 
     What costs the most quality changes last: first a shared rotation trains a few layers in a step, then the
     layers are not trained together, then not alone, then no solver computes their weights. On a CPU the
-    device's memory is the main memory, which all ranks share.
+    device's memory is the main memory, which all ranks share, and in which the layers of a shared rotation
+    lie in any case.
 
     fixed: fields that stay as they are.
     options: further arguments of `run_needs`.
@@ -195,7 +196,7 @@ def fitted(
 
     needs, asked = needs_of({})
     tried = {}
-    for changes in _lower(needs.recipe, fixed):
+    for changes in _lower(needs.recipe, fixed, offloads=not on_cpu):
         needed = needs_of(changes)[1] if changes else asked
         if needed <= USED_SHARE * memory:
             return Fitted(recipe.replace(**changes), changes, asked, needed)
@@ -208,8 +209,11 @@ def fitted(
     )
 
 
-def _lower(recipe: ResolvedRecipe, fixed: Collection[str]) -> Iterator[dict[str, Any]]:
-    """The changes of `recipe` that need less memory, from none to all; no field of `fixed` changes."""
+def _lower(recipe: ResolvedRecipe, fixed: Collection[str], *, offloads: bool) -> Iterator[dict[str, Any]]:
+    """The changes of `recipe` that need less memory, from none to all; no field of `fixed` changes.
+
+    offloads: whether `layers_per_step` takes layers from the device.
+    """
     qualities: list[dict[str, Any]] = [{}]
     if recipe.recovery.distill_epochs:
         qualities.append({"distill_epochs": 0})
@@ -217,7 +221,7 @@ def _lower(recipe: ResolvedRecipe, fixed: Collection[str]) -> Iterator[dict[str,
         qualities.append(qualities[-1] | {"recover": "none"})
     if (recipe.pruning.solve, recipe.pruning.target) != ("none", "self"):
         qualities.append(qualities[-1] | {"solve": "none", "target": "self"})
-    shared = recipe.rotation.mode == "shared" and not recipe.rotation.layers_per_step
+    shared = offloads and recipe.rotation.mode == "shared" and not recipe.rotation.layers_per_step
     for quality in qualities:
         for steps in ({}, {"layers_per_step": LAYERS_PER_STEP}) if shared else ({},):
             changes = quality | steps

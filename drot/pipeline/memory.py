@@ -36,10 +36,11 @@ def main_memory(
 ) -> int:
     """The bytes of main memory of a run that reads the layers from files, of all ranks of a machine.
 
-    They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, and
-    of the rotations that are not on the disk: two, or all R2 and R3 beside one shared R1. Rank 0 of
-    several that train different layers has a rotation of each, and those that it still writes. A run on a CPU
-    has the layers that it works on in memory too (`device_memory`).
+    They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, of
+    what `layers_per_step` keeps for the training of a shared rotation, and of the rotations that are not on
+    the disk: two, or all R2 and R3 beside one shared R1. Rank 0 of several that train different layers has a
+    rotation of each, and those that it still writes. A run on a CPU has the layers that it works on in memory
+    too (`device_memory`).
 
     sizes: with the sequences of one rank. pinned: as in `state_bytes`.
     from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
@@ -61,7 +62,11 @@ def main_memory(
     )
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
     kept = min(layers, layers if shared and not rotations_given else 2)
-    rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
+    rotations = kept * rotation
+    if not rotations_given:
+        rotations -= (layers - 1) * shared
+        if shared and recipe.rotation.layers_per_step:
+            rotations += sum(objective_bytes(sizes, recipe)) // ranks.size
     of_batches = 0
     if ranks.size > 1 and recipe.rotation.hessians == "dense" and not (rotations_given or shared):
         of_batches = (min(layers, 2 * ranks.size) - kept) * of_batch
@@ -163,8 +168,15 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
 
     With `layers_per_step` the layers lie in main memory, and one after the other is on the device.
     """
-    rotation, blocks = recipe.rotation, {"r2": sizes.heads.head_dim, "r3": recipe.rotation.down_block or 1}
-    weights = [sum(math.prod(sizes.shapes[name]) for name in names) for names in sizes.names]
+    together = recipe.rotation.mode == "shared" and not recipe.rotation.layers_per_step
+    largest = max(_weights_of_layers(sizes)) * getattr(torch, recipe.rotation.product_dtype).itemsize
+    return round((sum if together else max)(objective_bytes(sizes, recipe)) + (TRAINING_COPIES - 1) * largest)
+
+
+def objective_bytes(sizes: Sizes, recipe: ResolvedRecipe) -> list[int]:
+    """The bytes that the objective of each layer keeps: the weights, and the metrics of their inputs."""
+    blocks = {"r2": sizes.heads.head_dim, "r3": recipe.rotation.down_block or 1}
+    weights = _weights_of_layers(sizes)
     metrics = [0] * len(weights)
     if recipe.pruning.method not in WITHOUT_HESSIAN:
         blocks |= {"r1": sizes.hidden}
@@ -172,10 +184,12 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
             sum(sizes.inputs(group) * blocks.get(group.input or "", 1) for group in sizes.groups_of(names))
             for names in sizes.names
         ]
-    kept = [sum(both) for both in zip(weights, metrics, strict=True)]
-    together = rotation.mode == "shared" and not rotation.layers_per_step
-    numbers = (sum if together else max)(kept) + (TRAINING_COPIES - 1) * max(weights)
-    return round(numbers * getattr(torch, rotation.product_dtype).itemsize)
+    itemsize = getattr(torch, recipe.rotation.product_dtype).itemsize
+    return [itemsize * sum(both) for both in zip(weights, metrics, strict=True)]
+
+
+def _weights_of_layers(sizes: Sizes) -> list[int]:
+    return [sum(math.prod(sizes.shapes[name]) for name in names) for names in sizes.names]
 
 
 def rotation_bytes(

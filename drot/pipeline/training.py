@@ -11,7 +11,7 @@ from torch import Tensor
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
 from drot.machine.devices import free_memory, is_gpu
-from drot.machine.ranks import ALONE, Ranks
+from drot.machine.ranks import ALONE, CPU, Ranks
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
@@ -41,20 +41,8 @@ def train(
 
     layer = None if index is None else run.model.layers[index]
     with run.during("rotate", layer):
-        rotations, record = train_rotation(objectives, run.recipe.rotation, on_step, run.device, ranks)
-        before, after = (
-            sum(o.to(run.device).entropy(r) for o, r in zip(objectives, used, strict=True)) / len(objectives)
-            for used in ([None] * len(objectives), rotations)
-        )
-    # in the manifest the curve begins at R = I and holds the entropy of the rotations that are kept
-    known = {0: before, **{int(step): value for step, value in record.entropy_curve}, record.best_step: after}
-    record = dataclasses.replace(record, entropy_curve=[list(point) for point in sorted(known.items())])
-    figures = dataclasses.asdict(record) | {
-        "entropy_before": before,
-        "entropy_after": after,
-        "nsamples": len(run.training_tokens),
-    }
-    return rotations, figures
+        rotations, figures = train_rotation(objectives, run.recipe.rotation, on_step, run.device, ranks)
+    return rotations, {**figures, "nsamples": len(run.training_tokens)}
 
 
 def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, LayerRotation]:
@@ -106,7 +94,7 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
     try:
         for _, objective, damping in _objectives(run, state):
             assert objective is not None, "every rank needs every objective"
-            objectives.append(objective.offload(run.dtype) if offload else objective)
+            objectives.append(objective.to(CPU) if offload else objective)
             dampings.append(damping)
         trained, record = train(run, objectives, None, run.ranks)
     except torch.OutOfMemoryError as fault:

@@ -26,7 +26,7 @@ from drot.config import Sparsity
 from drot.machine.products import product
 from drot.machine.ranks import Ranks
 from drot.model.family import InputGroup, LinearSpec, alike
-from drot.model.rotation import LayerRotation, rotate_left, rotate_right
+from drot.model.rotation import rotate_left, rotate_right
 from drot.model.sizes import HeadShape
 from drot.rotation.gradient import Sums, left_factors, right_factors
 from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks, is_rotated
@@ -85,7 +85,6 @@ class LayerObjective:
         self.sparsity = dict.fromkeys(weights, sparsity) if isinstance(sparsity, Sparsity) else sparsity
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
-        self._weights_dtype = product_dtype
         reads_r1 = next(linear.name for group in groups for linear in group.linears if linear.input == "r1")
         self.hidden_size, self.device = weights[reads_r1].shape[1], weights[reads_r1].device
         self._stacks: list[Stack] = []
@@ -98,30 +97,25 @@ class LayerObjective:
         for of_stack in self._stacked(weights):
             group, of_groups = of_stack[0], [metrics.metrics[group.name] for group in of_stack]
             places = [i for i, linear in enumerate(group.linears) if linear.name in self.sparsity]
-            parts, factors = zip(
-                *(self._weighted(weights, of_stack, of_groups, place) for place in places), strict=True
-            )
+            parts = [self._weighted(weights, of_stack, of_groups, place) for place in places]
             if group.input == "r2":
                 self.r2_metric = of_groups[0].rounded(product_dtype)
             if group.input in (None, "r3"):
                 left = group.linears[0].output == "r1"
                 ends_attention = left and group.input is None and group is attention_end
                 r3 = side_by_side(of_groups, product_dtype) if is_rotated(group, down_block) else None
-                for place, part, of_part in zip(places, parts, factors, strict=True):
-                    sparsity_of = self.sparsity[group.linears[place].name]
-                    found = left_rotated(part, of_part, of_groups, sparsity_of, by_r1=left, r3=r3)
+                how: dict[str, Any] = {"by_r1": left, "r3": r3, "loss_dtype": self.loss_dtype}
+                for place, part in zip(places, parts, strict=True):
+                    found = left_rotated(part, of_groups, self.sparsity[group.linears[place].name], **how)
                     if ends_attention:
                         self.own_left.append(found)
                     elif left or r3 is not None:
                         self.left_rotated.append(found)
                 continue
             sizes = [part.shape[1] for part in parts]
-            rows = [
-                factor[None, :, None].expand(size, -1, 1) for factor, size in zip(factors, sizes, strict=True)
-            ]
             weight = torch.cat(parts, 1).transpose(0, 1).contiguous()
             linears = [group.linears[place] for place in places]
-            self._stacks.append(Stack(of_stack, linears, sizes, weight, torch.cat(rows)))
+            self._stacks.append(Stack(of_stack, linears, sizes, weight))
         of_r1 = [metrics.metrics[group.name] for stack in self._by_r1 for group in stack.groups]
         self.r1_metric = self._stacked_metric(of_r1)
 
@@ -142,15 +136,16 @@ class LayerObjective:
 
     def _weighted(
         self, weights: Mapping[str, Tensor], groups: Sequence[InputGroup], metrics: list[Metric], place: int
-    ) -> tuple[Tensor, Tensor]:
-        """The weights [groups, out, in] of the linears at `place` in their groups, times their factors, and
-        the factors [groups]."""
+    ) -> Tensor:
+        """The weights [groups, out, in] of the linears at `place` in their groups, in the products' dtype.
+
+        For `pruned` they are multiplied by their factors.
+        """
         found = [weights[group.linears[place].name] for group in groups]
         weight = (torch.stack(found) if len(found) > 1 else found[0][None]).to(self.loss_dtype)
-        if self.objective != "pruned":
-            return weight.to(self.product_dtype), weight.new_ones(len(groups))
-        factors = pruned_factors(weight, metrics)
-        return (weight * factors[:, None, None]).to(self.product_dtype), factors
+        if self.objective == "pruned":
+            weight = weight * pruned_factors(weight, metrics)[:, None, None]
+        return weight.to(self.product_dtype)
 
     def _stacked_metric(self, metrics: list[Metric]) -> Metric:
         """The diagonal blocks of the metrics of inputs that R1 rotates, as ColumnScales takes them."""
@@ -164,11 +159,6 @@ class LayerObjective:
             found.append(Metric(blocks, metrics[0].inverse).rounded(self.product_dtype))
         parts = [part.matrix.transpose(0, 1).flatten(1, 2) for part in found if part.matrix is not None]
         return Metric(torch.cat(parts, 1), found[0].inverse, found[0].factored)
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """Name of a linear whose input is rotated → its weight [out, in], times its factor."""
-        return {name: weight for stack in self._stacks for name, weight in stack.named().items()}
 
     @property
     def _by_r1(self) -> list[Stack]:
@@ -226,34 +216,16 @@ class LayerObjective:
         return other
 
     def to(self, device: torch.device) -> "LayerObjective":
-        """The objective on `device`, with weights in the products' dtype; `self` if nothing has to change."""
-        if self.device == device and self._weights_dtype == self.product_dtype:
+        """The objective on `device`; `self` if it is there."""
+        if self.device == device:
             return self
-        return self._moved(device, self.product_dtype)
-
-    def offload(self, dtype: torch.dtype) -> "LayerObjective":
-        """The objective in main memory, with weights in the smaller of `dtype` and the products' dtype.
-
-        With the checkpoint's dtype, `to` restores the weights exactly: they are kept without their factor.
-        """
-        smaller = dtype if dtype.itemsize < self.product_dtype.itemsize else self.product_dtype
-        return self._moved(torch.device("cpu"), smaller)
-
-    def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerObjective":
-        """The objective on `device`, with weights in `dtype`.
-
-        Weights in the products' dtype contain their factors; weights in a smaller dtype do not.
-        """
         other = copy.copy(self)
-        other.device, other._weights_dtype = device, dtype
-        power = (dtype == self.product_dtype) - (self._weights_dtype == self.product_dtype)
-        how = device, dtype, self.loss_dtype, power
-        other._stacks = [stack.moved(*how) for stack in self._stacks]
+        other.device = device
+        other._stacks = [stack.to(device) for stack in self._stacks]
         other.r1_metric = self.r1_metric.to(device)
         other.r2_metric = None if self.r2_metric is None else self.r2_metric.to(device)
-        other.left_rotated, other.own_left = (
-            [linear.moved(*how) for linear in linears] for linears in (self.left_rotated, self.own_left)
-        )
+        other.left_rotated = [linear.to(device) for linear in self.left_rotated]
+        other.own_left = [linear.to(device) for linear in self.own_left]
         return other
 
     def identity(self) -> tuple[Tensor, ...]:
@@ -453,19 +425,10 @@ class LayerObjective:
         sums.losses.append(loss)
         return dy, dcolumn_scale
 
-    def entropy(self, rotation: LayerRotation | None) -> float:
-        """The entropy (paper, equation 9) for either objective, under `rotation` (None: the identity)."""
-        matrices = self.identity()
-        if rotation is not None:
-            r1, *own = rotation.matrices.values()
-            blocks = (diagonal_blocks(r1, self.blocks), *own)
-            matrices = tuple(each.to(like) for each, like in zip(blocks, matrices, strict=True))
-        return self.entropy_at(*matrices)
-
-    def entropy_at(self, *matrices: Tensor) -> float:
-        """The entropy (paper, equation 9) for either objective, for the matrices of `identity`."""
+    def entropy(self, *matrices: Tensor) -> float:
+        """The entropy (paper, equation 9) for either objective. matrices: as in `identity`, of any dtype."""
         objective, self.objective = self.objective, "entropy"
         try:
-            return float(self.value(*matrices))
+            return float(self.value(*(matrix.to(self.loss_dtype) for matrix in matrices)))
         finally:
             self.objective = objective

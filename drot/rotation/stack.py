@@ -23,23 +23,20 @@ class Stack:
     groups: the group, or those of the experts.
     linears: those of the first group that are in the stack.
     sizes: the rows of each.
-    weight: [Σ sizes, groups, in], folded weights times `factors`. So the weights of the experts are one below
-        the other for a product, and side by side for the scores, whose columns are independent.
-    factors: [Σ sizes, groups, 1].
+    weight: [Σ sizes, groups, in], folded weights, times their factors (`pruned_factors`) for `pruned`. So the
+        weights of the experts are one below the other for a product, and side by side for the scores, whose
+        columns are independent.
     """
 
     groups: Sequence[InputGroup]
     linears: Sequence[LinearSpec]
     sizes: Sequence[int]
     weight: Tensor
-    factors: Tensor
 
     def rows(self, parts: Sequence[slice]) -> "Stack | None":
         """The stack with a part of the rows of each linear; None if no row is left."""
-        weights, factors = (
-            [whole[part] for whole, part in zip(tensor.split(list(self.sizes)), parts, strict=True)]
-            for tensor in (self.weight, self.factors)
-        )
+        wholes = self.weight.split(list(self.sizes))
+        weights = [whole[part] for whole, part in zip(wholes, parts, strict=True)]
         kept = [i for i, weight in enumerate(weights) if len(weight)]
         if not kept:
             return None
@@ -48,22 +45,10 @@ class Stack:
             [self.linears[i] for i in kept],
             [len(weights[i]) for i in kept],
             torch.cat([weights[i] for i in kept]),
-            torch.cat([factors[i] for i in kept]),
         )
 
-    def named(self) -> dict[str, Tensor]:
-        """Name of each linear → its weight [out, in]."""
-        found: dict[str, Tensor] = {}
-        for place, group in enumerate(self.groups):
-            parts = self.weight[:, place].split(list(self.sizes))
-            names = [group.linears[self.groups[0].linears.index(linear)].name for linear in self.linears]
-            found |= dict(zip(names, parts, strict=True))
-        return found
-
-    def moved(self, device: torch.device, dtype: torch.dtype, wide: torch.dtype, power: int) -> "Stack":
-        factors = self.factors.to(device)
-        weight = moved(self.weight, factors, device, dtype, wide, power)
-        return dataclasses.replace(self, weight=weight, factors=factors)
+    def to(self, device: torch.device) -> "Stack":
+        return dataclasses.replace(self, weight=self.weight.to(device))
 
 
 @dataclass(frozen=True)
@@ -72,8 +57,7 @@ class LeftRotated:
 
     With R3, experts side by side are one linear with the blocks of all.
 
-    weight: folded weight [d, ff], times `factors`. Those of several experts lie side by side.
-    factors: [1] or [ff].
+    weight: folded weight [d, ff], times its factor for `pruned`. Those of several experts lie side by side.
     column_scale: without R3 the column_scale [ff] of its scores, which no rotation changes; None for 1.
     metric: with R3 the diagonal blocks [ff/b, b, b] of M.
     by_r1: whether R1 rotates the outputs.
@@ -81,7 +65,6 @@ class LeftRotated:
     """
 
     weight: Tensor
-    factors: Tensor
     column_scale: Tensor | None
     metric: Metric | None
     sparsity: Sparsity
@@ -100,30 +83,19 @@ class LeftRotated:
         if self.metric is not None and (matrix := self.metric.matrix) is not None:
             of_experts = matrix.split([size // matrix.shape[-1] for size in sizes])
             metrics = [dataclasses.replace(self.metric, matrix=part) for part in of_experts]
-        weights, factors = self.weight.split(sizes, 1), self.factors.split(sizes)
+        weights = self.weight.split(sizes, 1)
         return [
-            dataclasses.replace(self, weight=w, factors=f, column_scale=scale, metric=metric, experts=number)
-            for w, f, scale, metric, number in zip(weights, factors, scales, metrics, counts, strict=True)
+            dataclasses.replace(self, weight=weight, column_scale=scale, metric=metric, experts=number)
+            for weight, scale, metric, number in zip(weights, scales, metrics, counts, strict=True)
         ]
 
-    def moved(self, device: torch.device, dtype: torch.dtype, wide: torch.dtype, power: int) -> "LeftRotated":
-        factors = self.factors.to(device)
+    def to(self, device: torch.device) -> "LeftRotated":
         return dataclasses.replace(
             self,
-            weight=moved(self.weight, factors, device, dtype, wide, power),
-            factors=factors,
+            weight=self.weight.to(device),
             column_scale=None if self.column_scale is None else self.column_scale.to(device),
             metric=None if self.metric is None else self.metric.to(device),
         )
-
-
-def moved(
-    weight: Tensor, factors: Tensor, device: torch.device, dtype: torch.dtype, wide: torch.dtype, power: int
-) -> Tensor:
-    """The weight on `device` in `dtype`, times factors ** power, which is computed in the dtype `wide`."""
-    if power == 0:
-        return weight.to(device, dtype)
-    return weight.to(device, wide, copy=True).mul_(factors**power).to(dtype)
 
 
 def by_rows(linear: LinearSpec) -> bool:
@@ -155,24 +127,22 @@ def side_by_side(metrics: list[Metric], dtype: torch.dtype) -> Metric:
 
 def left_rotated(
     weight: Tensor,
-    factors: Tensor,
     metrics: list[Metric],
     sparsity: Sparsity,
     *,
     by_r1: bool,
     r3: Metric | None,
+    loss_dtype: torch.dtype,
 ) -> LeftRotated:
-    """The linear of one or several experts with the weights [experts, d, ff] and the factors [experts].
+    """The linear of one or several experts with the weights [experts, d, ff].
 
     metrics: of their inputs. r3: that of R3, of all experts, if it rotates the input.
+    loss_dtype: dtype of column_scale.
     """
-    experts, width, column_scale = len(weight), weight.shape[-1], None
+    experts, column_scale = len(weight), None
     if r3 is None and metrics[0].matrix is not None:
         diagonals = [metric.matrix for metric in metrics if metric.matrix is not None]
         diagonal = torch.cat(diagonals) if experts > 1 else diagonals[0]
-        column_scale = metrics[0].column_scale(diagonal.to(factors))
-    if experts > 1:
-        weight, factors = weight.transpose(0, 1).flatten(1), factors.repeat_interleave(width)
-    else:
-        weight = weight[0]
-    return LeftRotated(weight, factors, column_scale, r3, sparsity, by_r1, experts)
+        column_scale = metrics[0].column_scale(diagonal.to(loss_dtype))
+    weight = weight.transpose(0, 1).flatten(1) if experts > 1 else weight[0]
+    return LeftRotated(weight, column_scale, r3, sparsity, by_r1, experts)

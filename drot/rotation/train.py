@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -26,26 +26,18 @@ REPORT_EVERY = 10
 EARLY_STOP_STEPS = 20
 
 
-@dataclass(frozen=True)
-class TrainingRecord:
-    """The record of a training, for the manifest.
-
-    loss_before, loss_after: the loss at R = I and at the best step.
-    best_step: the step whose rotations were kept: the best of every tenth step and the last.
-    seconds: duration of the training.
-    orthogonality_error: max |QᵀQ - 1| of the best matrices, before they were made orthogonal in fp64.
-    loss_curve: value i belongs to the rotations after i steps.
-    entropy_curve: [step, entropy], the mean over the layers, at a quarter, half and three quarters of the
-        steps. Empty if the entropy is the objective, and with `layers_per_step`.
-    """
+class TrainingFigures(TypedDict):
+    """The figures of a training, which TrainingRecord of the manifest explains (checkpoint/records.py)."""
 
     loss_before: float
     loss_after: float
     best_step: int
     seconds: float
     orthogonality_error: float
-    loss_curve: list[float] = field(repr=False)
-    entropy_curve: list[list[float]] = field(repr=False)
+    loss_curve: list[float]
+    entropy_curve: list[list[float]]
+    entropy_before: float
+    entropy_after: float
 
 
 class _R1Parameters:
@@ -110,7 +102,7 @@ class _SummedObjective:
     def entropy(self, matrices: list[Tensor]) -> float:
         r1 = self._r1.join(matrices[: self._r1.count])
         pairs = zip(self._objectives, self.own(matrices), strict=True)
-        own_part = sum(objective.to(r1.device).entropy_at(r1, *own) for objective, own in pairs)
+        own_part = sum(objective.to(r1.device).entropy(r1, *own) for objective, own in pairs)
         return self._ranks.total(own_part)
 
     def own(self, matrices: list[Tensor]) -> list[list[Tensor]]:
@@ -229,28 +221,35 @@ class _Training:
             self.optimizer.count_step()
         else:
             if step == self.steps:
-                self._graphed = None  # the evaluation takes as much memory as the graph has
+                self.free_graph()
             loss, gradients = self.total(self.optimizer.matrices, chosen)
             if step < self.steps:
                 self.optimizer.step(gradients)
         return loss, len(chosen) == len(self.trained)
 
+    def free_graph(self) -> None:
+        """Makes room for an evaluation, which takes as much memory as the graph has."""
+        self._graphed = None
+
     def entropy_steps(self) -> set[int]:
         """The steps at which the entropy is measured for the record."""
         if not self.total.whole or self._objectives[0].objective == "entropy":
-            return set()
-        return {self.steps * part // 4 for part in (1, 2, 3)} - {0}
+            return {0}
+        return {self.steps * part // 4 for part in range(4)}
+
+    def entropy(self, matrices: list[Tensor]) -> float:
+        """The entropy, the mean over the layers."""
+        return self.total.entropy(matrices) / len(self._objectives)
 
     def rotations(self, matrices: list[Tensor]) -> list[LayerRotation]:
-        """The rotation of every objective from the matrices, made orthogonal in fp64."""
-        count = self._r1.count
-        r1 = torch.block_diag(*self._r1.join([reorthogonalize(matrix) for matrix in matrices[:count]]))
+        """The rotation of every objective from the matrices, which are orthogonal in fp64."""
+        r1 = torch.block_diag(*self._r1.join(matrices[: self._r1.count]))
         trained = dict(zip(self.trained, self.total.own(matrices), strict=True))
         own = [
-            trained.get(index) or [matrix.to(self._device) for matrix in objective.own_identity()]
+            trained.get(index) or [eye.to(self._device, torch.float64) for eye in objective.own_identity()]
             for index, objective in enumerate(self._objectives)
         ]
-        return [LayerRotation(r1, *map(reorthogonalize, matrices)) for matrices in own]
+        return [LayerRotation(r1, *matrices) for matrices in own]
 
 
 @torch.no_grad()
@@ -260,12 +259,12 @@ def train_rotation(
     on_step: OnStep = lambda step, steps, loss: None,
     device: torch.device | None = None,
     ranks: Ranks = ALONE,
-) -> tuple[list[LayerRotation], TrainingRecord]:
+) -> tuple[list[LayerRotation], TrainingFigures]:
     """Minimises the sum of the objectives over one R1, which all share, and the R2 and R3 of each of them.
 
     The objective of one layer gives the paper's rotation of a layer. The objectives of all layers give the
     rotations of `mode="shared"`. Returns a LayerRotation, fp64 and orthogonal, for each objective at the best
-    of every tenth step and the last, and the record of the training. With `layers_per_step` the best step is
+    of every tenth step and the last, and the figures of the training. With `layers_per_step` the best step is
     the first or the last, because only there the loss of all objectives is computed.
 
     An objective without a pruned linear is left out, and its own matrices are the identity. If all objectives
@@ -283,11 +282,11 @@ def train_rotation(
     steps, optimizer = training.steps, training.optimizer
     best, best_loss, best_step = training.start, math.inf, 0
     curve: list[Tensor] = []
-    entropies: list[list[float]] = []
+    entropies: dict[int, float] = {}
     for step in range(steps + 1):
         reports = step % REPORT_EVERY == 0 or step == steps
         if step in training.entropy_steps():
-            entropies.append([step, training.total.entropy(optimizer.matrices) / len(objectives)])
+            entropies[step] = training.entropy(optimizer.matrices)
         if reports:
             candidate = [matrix.clone() for matrix in optimizer.matrices]
         loss, of_all = training.step(step)
@@ -306,14 +305,18 @@ def train_rotation(
             on_step(step, step if ends else steps, value / len(objectives))
             if ends:
                 break
+    training.free_graph()
+    exact = [reorthogonalize(matrix) for matrix in best]
+    entropies[best_step] = training.entropy(exact)
     losses = torch.stack(curve).tolist()
-    record = TrainingRecord(
-        loss_before=losses[0],
-        loss_after=best_loss,
-        best_step=best_step,
-        seconds=time.perf_counter() - started,
-        orthogonality_error=max(orthogonality_error(matrix) for matrix in best),
-        loss_curve=losses,
-        entropy_curve=entropies,
-    )
-    return training.rotations(best), record
+    return training.rotations(exact), {
+        "loss_before": losses[0],
+        "loss_after": best_loss,
+        "best_step": best_step,
+        "seconds": time.perf_counter() - started,
+        "orthogonality_error": max(orthogonality_error(matrix) for matrix in best),
+        "loss_curve": losses,
+        "entropy_curve": [list(point) for point in sorted(entropies.items())],
+        "entropy_before": entropies[0],
+        "entropy_after": entropies[best_step],
+    }

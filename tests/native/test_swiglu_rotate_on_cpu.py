@@ -34,7 +34,9 @@ def library():
         (20, 2, 130, False),
     ],
 )
-def test_values(library, tokens: int, blocks: int, size: int, halves: bool, dtype, backwards: int, early: int) -> None:
+def test_values(
+    library, tokens: int, blocks: int, size: int, halves: bool, dtype, backwards: int, early: int
+) -> None:
     width = blocks * size
     both = torch.randn(tokens, 2 * width).to(dtype)
     gate, up = both.chunk(2, -1) if halves else (half.contiguous() for half in both.chunk(2, -1))

@@ -10,6 +10,7 @@ from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
 from drot.config import Recipe
 from drot.core.errors import UserError
+from drot.pipeline import dry_run
 from drot.pipeline.dry_run import USED_SHARE, fitted, run_needs
 from drot.pipeline.sizes import without_weights
 
@@ -27,11 +28,11 @@ def model(tmp_path_factory):
     return save_small(tmp_path_factory.mktemp("model"), **SIZES, **HEADS)
 
 
-def memory_of(model, recipe) -> int:
+def memory_of(model, recipe, *, on_gpu=False) -> int:
     """The bytes of a device in which the run of a recipe just fits."""
     needs = run_needs(model, recipe, device="cpu")
     of_device = max(needs.device_memory, needs.distillation)
-    return -int(-(needs.main_memory + of_device) // USED_SHARE)
+    return -int(-(of_device if on_gpu else needs.main_memory + of_device) // USED_SHARE)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,6 @@ def memory_of(model, recipe) -> int:
         (BEST, APART | {"recover": "none"}),
         (BEST, APART | {"recover": "none"} | UNSOLVED),
         (Recipe().with_quality("fast").replace(mode="shared"), {}),
-        (Recipe().with_quality("fast").replace(mode="shared"), IN_STEPS),
     ],
 )
 def test_a_run_gives_up_no_more_than_it_needs(model, asked, chosen):
@@ -54,6 +54,18 @@ def test_a_run_gives_up_no_more_than_it_needs(model, asked, chosen):
     assert found.needed <= USED_SHARE * memory and (found.needed < found.asked) == bool(chosen)
     for less in fitted_or_none(model, asked, memory - 2):
         assert less not in ({}, chosen)
+
+
+def test_a_shared_rotation_trains_a_few_layers_in_a_step_on_a_gpu_alone(model, monkeypatch):
+    """On a CPU the other layers lie in the same memory."""
+    asked = Recipe().with_quality("fast").replace(mode="shared")
+    on_cpu = memory_of(model, asked) - 2
+    for found in fitted_or_none(model, asked, on_cpu):
+        assert "layers_per_step" not in found
+    monkeypatch.setattr(dry_run, "is_gpu", lambda device: True)
+    on_gpu = memory_of(model, asked.replace(**IN_STEPS), on_gpu=True)
+    chosen = fitted(model, asked, on_gpu, device="cpu")
+    assert chosen.changes == IN_STEPS and chosen.needed < chosen.asked
 
 
 def fitted_or_none(model, asked, memory):

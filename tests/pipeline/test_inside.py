@@ -182,7 +182,8 @@ def test_without_r1_the_objective_holds_what_r2_and_r3_act_on():
     chosen = resolve(recipe("shared", down_rotation=16), down_width=48, rotates_stream=False)
     run = RunContext(model, chosen, TOKENS, CPU, silent)
     for _, objective, _ in training._objectives(run, None):
-        assert set(objective.weights) == {"v_proj", "o_proj"} and len(objective.left_rotated) == 1
+        rotated = {linear.name for stack in objective._stacks for linear in stack.linears}
+        assert rotated == {"v_proj", "o_proj"} and len(objective.left_rotated) == 1
     (rotation, *_), _ = training.train_shared(run, None)
     assert torch.equal(rotation.r1, torch.eye(32, dtype=torch.float64))
     assert relative_error(rotation.r2, torch.eye(12).expand(2, 12, 12)) > 0.1

@@ -127,6 +127,18 @@ def test_the_main_memory_of_a_large_model_is_three_layers_and_the_hidden_states(
     assert 2 * layer < needed - (rotations if mode == "layer" else 0) < 3 * layer
 
 
+def test_layers_per_step_keeps_the_objectives_of_all_layers_in_main_memory(large):
+    """Their weights, and H or its inverse: whole for R1, in blocks of a head for R2, and in blocks for R3."""
+    together, offloaded = (
+        resolve(recipe(mode="shared", down_rotation=64, layers_per_step=layers, product_dtype="float32"))
+        for layers in (0, 4)
+    )
+    metrics = 2 * 8192**2 + 8192 * 128 + 28672 * 64
+    needed = [main_memory(large, chosen, torch.bfloat16) for chosen in (together, offloaded)]
+    linears = large.layer_weights - 2 * 8192  # two norms
+    assert needed[1] - needed[0] == 4 * 80 * (linears + metrics)
+
+
 def test_ranks_share_the_main_memory_of_their_machine(large, monkeypatch):
     """Rank 0 holds the rotations that all ranks have just trained, and those that it still writes."""
     chosen, ranks = resolve(recipe(quality="balanced", hessians="dense")), Ranks(size=8)

@@ -76,8 +76,8 @@ def test_replays_give_the_matrices_of_calls(recorder, monkeypatch):
     monkeypatch.setattr(train, "capture_for", lambda device: recorder)
     replayed, again = train_rotation(problems, settings)
     assert (recorder.captures, recorder.replays) == (1, 20 - WARM_UP)
-    assert again.loss_curve == record.loss_curve
-    assert again.best_step == record.best_step > WARM_UP
+    assert again["loss_curve"] == record["loss_curve"]
+    assert again["best_step"] == record["best_step"] > WARM_UP
     for a, b in zip(called, replayed, strict=True):
         assert torch.equal(a.r1, b.r1) and torch.equal(a.r2, b.r2)
 
@@ -139,7 +139,7 @@ def test_the_graph_of_a_step_cuda(kind, monkeypatch, caplog):
     def run() -> tuple[Tensor, list[float]]:
         moved = layer(kind).to(device)
         (rotation,), record = train_rotation([moved], config(steps=30, early_stop=0.0))
-        return rotation.r1.cpu(), record.loss_curve
+        return rotation.r1.cpu(), record["loss_curve"]
 
     with caplog.at_level(logging.WARNING, logger="drot"):
         replayed, curve = run()
