@@ -71,6 +71,6 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
             tokenizer,
             manifest,
             out,
-            shards=write_layers,
+            write_layers=write_layers,
             write_more=lambda folder: save_importance_maps(folder, maps),
         )

@@ -149,11 +149,3 @@ def _read_layer(path: Path, index: int) -> LayerRotation:
         own = [name for name in handle.keys() if name.startswith(prefix)]  # noqa: SIM118
         tensors = {name: reorthogonalize(handle.get_tensor(name)) for name in own}
     return LayerRotation.from_tensors(tensors, prefix)
-
-
-def load_rotations(
-    path: Path, *, hidden_size: int, shapes: Sequence[HeadShape], down_widths: Sequence[int]
-) -> tuple[list[LayerRotation], dict[str, Any]]:
-    """`open_rotations` with all rotations in memory."""
-    found, record = open_rotations(path, hidden_size=hidden_size, shapes=shapes, down_widths=down_widths)
-    return list(found.values()), record

@@ -41,7 +41,7 @@ def save_checkpoint(
     out: Path,
     *,
     scratch: Path | None = None,
-    shards: Mapping[Path, FileRecord] | Callable[[Path], Mapping[Path, FileRecord]] | None = None,
+    write_layers: Callable[[Path], Mapping[Path, FileRecord]] | None = None,
     write_more: Callable[[Path], None] | None = None,
     finish: Callable[[AnyManifest], None] | None = None,
 ) -> AnyManifest:
@@ -54,10 +54,10 @@ def save_checkpoint(
     manifest: None writes no manifest.
     out: a folder that is new or empty.
     scratch: a folder for the temporary folder, as in `new_folder`.
-    shards: None lets the model write its weights in its own way, as an adapter does. Otherwise each layer
-        gets a shard of its own. A shard that is written already, on the disk of `out`, is named here with its
-        hash and becomes part of the checkpoint; an empty mapping writes all shards. A function is called
-        first, with the new folder, and writes the shards of all layers there (`save_layers`).
+    write_layers: None lets the model write its weights in its own way, as an adapter does. Otherwise each
+        layer gets a shard of its own. The function is called first, with the new folder. It returns the
+        shards of all layers with their hashes, which it wrote there (`save_layers`) or which are written
+        already, on the disk of `out`.
     write_more: writes further files into the folder that it is called with.
     finish: sets the last entries of the manifest, when all else is written and synced.
     """
@@ -65,12 +65,12 @@ def save_checkpoint(
         model.drot_files = None  # type: ignore[assignment]  # `manifest` replaces the loaded one
     with new_folder(out, scratch) as part:
         hashes: Mapping[str, FileRecord] = {}
-        if shards is None:
+        if write_layers is None:
             with quiet_transformers():  # peft reads the config of the model as one of another class
                 model.save_pretrained(part)
             (part / CARD).unlink(missing_ok=True)  # a form by peft, with the path of the model
         else:
-            hashes = save_in_shards(model, part, shards(part) if callable(shards) else shards)
+            hashes = save_in_shards(model, part, write_layers(part))
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         if write_more is not None:

@@ -47,7 +47,7 @@ def _writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_layers(
-    layers: Iterable[DecoderLayer], folder: Path, change: Callable[[DecoderLayer], None]
+    layers: Iterable[DecoderLayer], folder: Path, change: Callable[[DecoderLayer], None] = lambda layer: None
 ) -> dict[Path, FileRecord]:
     """Writes each layer to `folder`, after `change`; returns the hashes, as `save_in_shards` takes them."""
     written = {}
@@ -67,7 +67,7 @@ def save_in_shards(
     The rest is the embedding, the last norm and the head; of a model that reads images too, all else as well
     (`Whole`).
 
-    written: the shards of all layers with their hashes; empty if they are not written yet.
+    written: the shards of all layers with their hashes, which are in `folder` or get a second name there.
 
     Returns the hashes that are known, by the names of the shards in `folder`.
     """
@@ -88,15 +88,11 @@ def save_in_shards(
         in_rest = whole.complete(folder, last, model.config)
     weight_map |= dict.fromkeys(in_rest, last.name)
     # after save_pretrained, which deletes shards that it finds
-    if written:
-        for file, name in zip(written, names, strict=True):
-            if file.parent == folder:
-                file.rename(folder / name)
-            else:
-                _link(file, folder / name)
-    else:
-        for own, name in zip(in_layers, names, strict=True):
-            save_shard(own, folder / name)
+    for file, name in zip(written, names, strict=True):
+        if file.parent == folder:
+            file.rename(folder / name)
+        else:
+            _link(file, folder / name)
     saved = [(tensor.numel(), tensor.nbytes) for own in in_layers for tensor in own.values()]
     parameters, size = map(sum, zip(*saved, *in_rest.values(), strict=True))
     index = {
@@ -105,7 +101,7 @@ def save_in_shards(
     }
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
-    return dict(zip(names, written.values(), strict=False))
+    return dict(zip(names, written.values(), strict=True))
 
 
 def shard_names(count: int) -> list[str]:

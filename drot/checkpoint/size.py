@@ -2,27 +2,13 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drot.core.errors import UserError
-
-if TYPE_CHECKING:  # `drot info FOLDER` needs no torch
-    from torch import nn
 
 
 def weight_bytes(folder: str | Path) -> int | None:
     """The bytes of the safetensors files in `folder`; None if it is no local folder, or has none."""
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
-
-
-def size_of(model: "nn.Module") -> str:
-    """The number, the bytes and the dtypes of a model's parameters, for a repr."""
-    from drot.machine.devices import dtype_name
-
-    parameters = list(model.parameters())
-    dtypes = ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters}))
-    count = sum(parameter.numel() for parameter in parameters)
-    return f"parameters={count:,} ({size_text(sum(p.nbytes for p in parameters))}, {dtypes})"
 
 
 def size_text(count: float) -> str:

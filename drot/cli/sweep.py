@@ -38,7 +38,6 @@ def sweep(
     """
     from drot.reporting import sweep as sweeping
     from drot.reporting.cells import CELLS
-    from drot.reporting.rows import columns
 
     try:
         with working() as progress:
@@ -58,7 +57,7 @@ def sweep(
     if as_json:
         print_json(
             {
-                "cells": [columns(row, result.rows, result.fields) for row in result.rows],
+                "cells": result.rows,
                 "skipped": [
                     {"cell": each.label, "reason": each.reason, "refused": each.refused}
                     for each in result.skipped
@@ -73,14 +72,11 @@ def sweep(
 
 def print_sweep(result: "SweepResult") -> None:
     """Prints a table with a row for each cell, the skipped combinations, and the written files."""
-    from drot.reporting.rows import columns
-
     forms = {"perplexity": ".3f", "dense": ".3f", "gap": ".0%", "accuracy": ".1%", "seconds": ".1f"}
     rows = []
     for row in result.rows:
-        found = columns(row, result.rows, result.fields)
-        cells = {field: str(found[field]) for field in result.fields}
-        for heading, value in found.items():
+        cells = {field: str(row[field]) for field in result.fields}
+        for heading, value in row.items():
             if (kind := heading.split()[0]) in forms:
                 cells[heading] = number(value, forms[kind])
         rows.append(cells)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation import choices
 from drot.evaluation.agreement import agreement
-from drot.evaluation.models import OpenModel, Original, move_models, must_stream, open_model
+from drot.evaluation.models import OpenModel, move_models, must_stream, open_model
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import Predictions, check_windows, predict
 from drot.evaluation.record import record as record_figures
@@ -37,21 +37,22 @@ logger = logging.getLogger("drot")
 NO_TASKS: dict[str, Any] = {"tasks": {}, "task_details": {}, "averages": {}}
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """What the models of an evaluation have in common."""
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How models are measured.
+
+    seqlen: tokens in a window.
+    against: the name of the dense original, if there is one.
+    task_names: as in `evaluate`. tasks: those of lm_eval among them (`prepare_tasks`).
+    """
 
     seqlen: int
-    dtype: str
     device: torch.device
-    stream: bool
-    against: str | None
-    original: Original | None
-    own_tasks: bool
-    task_names: Sequence[str]
-    tasks: Tasks | None
-    task_options: TaskOptions
-    progress: Progress
+    against: str | None = None
+    task_names: Sequence[str] = ()
+    tasks: Tasks | None = None
+    task_options: TaskOptions = field(default_factory=TaskOptions)
+    progress: Progress = silent
 
 
 def evaluate(
@@ -119,17 +120,25 @@ def evaluate(
     read = functools.partial(load_eval_tokens, text_column=text_column, progress=progress)
     texts = {name: {s: read(s, tokenizers[name]) for s in sources} for name in everyone}
     _check_texts(texts, configs, seqlen, original)
-    of_lm_eval = [task for task in tasks if task != choices.OWN]
-    prepared = load_tasks(of_lm_eval) if of_lm_eval else None
+    setup = Setup(
+        seqlen=seqlen, device=target, against=original, task_names=tasks, tasks=prepare_tasks(tasks),
+        task_options=options, progress=progress,
+    )  # fmt: skip
     progress(ProgressEvent(phase="load"))
     dtype = str(computing_dtype(dtype, target))
-    dense = None if original is None else Original(original, dtype)
-    common = (original, dense, choices.OWN in tasks, of_lm_eval, prepared, options, progress)
-    setup = _Setup(seqlen, dtype, target, stream, *common)
+    dense: OpenModel | None = None
     results = []
     for name in names:
-        with _named(name):
-            figures = _measure(name, tokenizers[name], texts[name], setup)
+        whole = dense is not None and dense.weights is None
+        needed = [name] if original is None or whole else [name, original]
+        streamed = stream or must_stream(needed, dtype, target)
+        if original is not None and (dense is None or whole == streamed):
+            dense = None  # before its other form takes memory
+            dense = open_model(original, dtype, streamed=streamed)
+        with _named(name):  # the model is in memory during this call only
+            figures = measure(
+                open_model(name, dtype, streamed=streamed), name, tokenizers[name], texts[name], setup, dense
+            )
         if record:
             record_figures(name, figures if limit is None else figures | NO_TASKS)
         results.append(figures)
@@ -211,46 +220,62 @@ def _check_texts(
                 )
 
 
-def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Setup) -> dict[str, Any]:
-    """The figures of one model, which is in memory during this call only."""
-    seqlen, device, original = setup.seqlen, setup.device, setup.original
-    loading = [name] if original is None or original.is_loaded else [name, str(setup.against)]
-    streamed = setup.stream or must_stream(loading, setup.dtype, device)
-    if streamed and setup.task_names:
+def prepare_tasks(names: Sequence[str]) -> Tasks | None:
+    """The tasks of lm_eval among `names`, as `load_tasks` loads them; None if there are none."""
+    of_lm_eval = [name for name in names if name != choices.OWN]
+    return load_tasks(of_lm_eval) if of_lm_eval else None
+
+
+def measure(
+    model: OpenModel,
+    name: str,
+    tokenizer: Any,
+    texts: Mapping[str, Tensor],
+    setup: Setup,
+    dense: OpenModel | None = None,
+) -> dict[str, Any]:
+    """The figures of an open model, as `evaluate` returns them.
+
+    A model in memory is moved to the device. If it does not fit there, one layer at a time is.
+
+    Raises BrokenModelError for a model without a finite loss, and UserError for tasks of lm_eval if the model
+    does not fit on the device.
+
+    name: of the model. texts: name of a text → its token ids [n].
+    dense: the dense original `setup.against`, in memory if `model` is.
+    """
+    seqlen, device, progress = setup.seqlen, setup.device, setup.progress
+    opened = [model] if dense is None else [model, dense]
+    streamed = model.weights is not None or move_models([each.model for each in opened], name, device)
+    if streamed and set(setup.task_names) - {choices.OWN}:
         raise UserError(f"`tasks` need the whole of {name} on {device}, where it does not fit")
-    own = open_model(name, setup.dtype, streamed=streamed)
-    dense = None if original is None else original.open(streamed=streamed)
-    opened = [own] if dense is None else [own, dense]
-    stream_to = device if streamed else None
-    if not streamed and move_models([each.model for each in opened], name, device):
-        stream_to = device
     perplexities, agreements, records = {}, {}, {}
 
     def predictions(each: OpenModel, tokens: Tensor, length: int) -> Predictions:
-        return predict(each.model, tokens, length, stream_to, setup.progress, each.weights)
+        return predict(each.model, tokens, length, device if streamed else None, progress, each.weights)
 
     for source, tokens in texts.items():
         found, *of_dense = (predictions(each, tokens, seqlen) for each in opened)
         if not of_dense:
-            perplexities[source] = perplexity_of(found, progress=setup.progress)
+            perplexities[source] = perplexity_of(found, progress=progress)
         else:
-            agreements[source] = agreement(of_dense[0], found, progress=setup.progress)
+            agreements[source] = agreement(of_dense[0], found, progress=progress)
             perplexities[source] = agreements[source].pop("perplexity")
         records[source] = text_record(source, tokens, seqlen)
     scores: dict[str, Score] = {}
-    if setup.own_tasks:
-        of_model = functools.partial(predictions, own)
-        scores = choices.scores(texts, of_model, setup.task_options.limit, setup.progress)
+    if choices.OWN in setup.task_names:
+        of_model = functools.partial(predictions, model)
+        scores = choices.scores(texts, of_model, setup.task_options.limit, progress)
     if setup.tasks is not None:
-        check_logits(own.model)
-        scores |= run_tasks(own.model, tokenizer, setup.tasks, setup.task_options)
+        check_logits(model.model)
+        scores |= run_tasks(model.model, tokenizer, setup.tasks, setup.task_options)
     accuracies = {task: score.accuracy for task, score in scores.items()}
     return {
         "model": name,
         "seqlen": seqlen,
-        "dtype": dtype_name(own.model.dtype),
+        "dtype": dtype_name(model.model.dtype),
         "machine": machine_name(device),
-        "streamed": stream_to is not None,
+        "streamed": streamed,
         "texts": records,
         "perplexity": perplexities,
         "against": setup.against,

@@ -43,25 +43,6 @@ def open_model(name: str | Path, dtype: str, *, streamed: bool) -> OpenModel:
     return OpenModel(model, weights)
 
 
-class Original:
-    """The dense original, which is opened when the first model needs it, and again in another form."""
-
-    def __init__(self, name: str, dtype: str) -> None:
-        self._name, self._dtype = name, dtype
-        self._opened: OpenModel | None = None
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it lies in memory."""
-        return self._opened is not None and self._opened.weights is None
-
-    def open(self, *, streamed: bool) -> OpenModel:
-        if self._opened is None or self.is_loaded == streamed:
-            self._opened = None  # before the other form takes memory
-            self._opened = open_model(self._name, self._dtype, streamed=streamed)
-        return self._opened
-
-
 def loaded_bytes(name: str | Path, dtype: str) -> int:
     """The bytes of the model's weights in `dtype`, or in the dtypes of its files for `auto`."""
     total = 0

@@ -1,7 +1,6 @@
 """Perplexity on windows of a text, as the literature on pruning measures it."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from transformers import PreTrainedModel
 
 from drot.core.errors import BrokenModelError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.evaluation.models import move_models
 from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions, predict
 from drot.text.source import read_text, tokenize
 
@@ -37,26 +35,6 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, *, seqlen: int, progress:
     BrokenModelError as `perplexity_of` does.
     """
     return perplexity_of(predict(model, tokens, seqlen), progress=progress)
-
-
-def perplexities(
-    model: PreTrainedModel,
-    texts: Mapping[str, Tensor],
-    *,
-    seqlen: int,
-    device: torch.device,
-    name: str,
-    progress: Progress = silent,
-) -> dict[str, float]:
-    """Text → the perplexity of a loaded model, which is moved to `device` or streamed there.
-
-    texts: name of a text → its token ids [n]. name: of the model, for a warning. Raises as `perplexity` does.
-    """
-    streamed = device if move_models([model], name, device) else None
-    return {
-        text: perplexity_of(predict(model, tokens, seqlen, streamed, progress), progress=progress)
-        for text, tokens in texts.items()
-    }
 
 
 def perplexity_of(predictions: Predictions, *, progress: Progress = silent) -> float:

@@ -4,7 +4,8 @@ import contextlib
 import importlib.util
 import logging
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from drot.checkpoint.quantization_config import (
 )
 from drot.checkpoint.records import FinetuneRecord
 from drot.checkpoint.save import check_output, save_checkpoint
-from drot.checkpoint.size import check_space, size_of
+from drot.checkpoint.shards import save_layers
+from drot.checkpoint.size import check_space
 from drot.config import FinetuneConfig
 from drot.core import torchrun
 from drot.core.checks import is_a, is_callable
@@ -57,28 +59,18 @@ OTHER_FILES = 2**25
 LEAST_ZEROS = 0.05
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class FinetuneResult:
-    """The result of `drot.finetune`. Its repr is one line, without the model.
+    """The result of `drot.finetune`. Its repr is one line, without the model and the manifest.
 
     model: the fine-tuned model. With `keep_adapter`, a PeftModel around the pruned model.
     manifest: the content of drot.json. The last entry of its list `finetune` is this run.
     out: the folder of the checkpoint; None if no checkpoint was written.
     """
 
-    model: Any
-    manifest: CheckpointManifest
+    model: Any = field(repr=False)
+    manifest: CheckpointManifest = field(repr=False)
     out: Path | None
-
-    def __repr__(self) -> str:
-        held_out = self.manifest.finetune[-1].held_out
-        facts = [
-            f"out={str(self.out)!r}" if self.out else "out=None",
-            f"sparsity={self.manifest.sparsity:.2%}",
-            f"held-out perplexity={held_out.perplexity_before:.4g} -> {held_out.perplexity_after:.4g}",
-            size_of(self.model),
-        ]
-        return f"FinetuneResult({', '.join(facts)})"
 
 
 def finetune(
@@ -198,7 +190,7 @@ def _finetune(
             tokenizer,
             manifest,
             out,
-            shards=None if config.keep_adapter else {},
+            write_layers=None if config.keep_adapter else partial(save_layers, DecoderModel(trained).layers),
             write_more=lambda part: save_importance_maps(part, maps),
         )
     if not config.keep_adapter:

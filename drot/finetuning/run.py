@@ -21,7 +21,7 @@ from drot.finetuning.distillation import DivergenceLoss
 from drot.finetuning.masks import KeepMask, choose_full, removed_weights, round_weights
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
-from drot.text.source import calibration_hash
+from drot.pipeline.identity import calibration_record
 
 logger = logging.getLogger("drot")
 
@@ -90,12 +90,12 @@ def run_finetuning(
     warmup = config.resolved_warmup_steps(arguments.max_steps)
     record = {
         "settings": dataclasses.replace(config, lr=config.resolved_lr, warmup_steps=warmup, text=text),
-        "text": _hash_and_shape(sequences),
+        "text": calibration_record(sequences),
         "steps": arguments.max_steps,
         "processes": arguments.world_size,
         "loss_curve": [list(point) for point in reporter.curve],
         "held_out": {
-            **_hash_and_shape(held_out),
+            **calibration_record(held_out),
             "loss_before": before,
             "loss_after": after,
             "perplexity_before": math.exp(before),
@@ -143,11 +143,6 @@ def _loss(model: Any, held_out: Tensor, progress: Progress) -> float:
         return math.log(perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress))
     except BrokenModelError:
         return math.nan
-
-
-def _hash_and_shape(sequences: Tensor) -> dict[str, Any]:
-    """The hash and the shape of token ids [n, seqlen]."""
-    return {"sha256": calibration_hash(sequences), "shape": list(sequences.shape)}
 
 
 # ---- the training itself -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_ver
 
 
 def calibration_record(tokens: Tensor) -> dict[str, Any]:
+    """The hash and the shape of token ids [n, seqlen]."""
     return {"sha256": calibration_hash(tokens), "shape": list(tokens.shape)}
 
 

@@ -121,7 +121,9 @@ def write_result(
         manifest,
         out,
         scratch=state.folder,
-        shards={state.file(name): state.record(name) for name in map(part, context.model.layers)},
+        write_layers=lambda folder: {
+            state.file(name): state.record(name) for name in map(part, context.model.layers)
+        },
         write_more=write_more,
         finish=finish,
     )

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from drot.checkpoint.resume import (
     partial_folder,
 )
 from drot.checkpoint.save import check_output
-from drot.checkpoint.size import check_space, size_of, weight_bytes
+from drot.checkpoint.size import check_space, weight_bytes
 from drot.config import Recipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
@@ -57,9 +57,9 @@ from drot.sparse.packed import check_format, check_packable
 logger = logging.getLogger("drot")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class PruneResult:
-    """The result of `drot.prune`. Its repr is one line, without the model.
+    """The result of `drot.prune`. Its repr is one line, without the model and the manifest.
 
     in_memory: the pruned model, if the run had all of it in memory.
     manifest: the content of drot.json.
@@ -67,8 +67,8 @@ class PruneResult:
     finished_before: whether `resume=True` found that `out` holds the result already.
     """
 
-    in_memory: PreTrainedModel | None
-    manifest: Manifest
+    in_memory: PreTrainedModel | None = field(repr=False)
+    manifest: Manifest = field(repr=False)
     out: Path | None
     finished_before: bool = False
 
@@ -83,15 +83,6 @@ class PruneResult:
             return self.in_memory
         assert self.out is not None, "a run without `out` has its model in memory"
         return load_model(self.out)
-
-    def __repr__(self) -> str:
-        facts = [
-            f"out={str(self.out)!r}" if self.out else "out=None",
-            f"sparsity={self.manifest.sparsity:.2%}",
-            f"layers={len(self.manifest.layers)}",
-            *([] if self.in_memory is None else [size_of(self.in_memory)]),
-        ]
-        return f"PruneResult({', '.join(facts)})"
 
 
 @fp32_products("ieee")

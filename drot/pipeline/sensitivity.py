@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +38,18 @@ from drot.pruning import prune_weight
 SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class SensitivityResult:
-    """The result of `drot.sensitivity`. Its repr is one line.
+    """The result of `drot.sensitivity`. Its repr is one line, without the recipe and the errors.
 
     errors: name of a linear → sparsity, as in `2:4` → relative output error. None where n:m does not divide
         the inputs of the linear.
     figures: further facts for `to_dict`.
     """
 
-    recipe: ResolvedRecipe
-    errors: dict[str, dict[str, float | None]]
+    recipe: ResolvedRecipe = field(repr=False)
+    errors: dict[str, dict[str, float | None]] = field(repr=False)
     figures: dict[str, Any]
-
-    def __repr__(self) -> str:
-        worst = "".join(f", largest={name} {error:.4f} at {at}" for name, at, error in self.largest(1))
-        return (
-            f"SensitivityResult(linears={len(self.errors)}, sparsities={', '.join(self.sparsities)}{worst})"
-        )
 
     @property
     def sparsities(self) -> list[str]:

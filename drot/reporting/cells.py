@@ -17,25 +17,24 @@ from drot.checkpoint.opening import load_config
 from drot.checkpoint.resume import OWN_TEXT, read_journal
 from drot.config import CalibrationConfig, ResolvedRecipe, default_seqlen
 from drot.config.settings import values_of
-from drot.core.errors import BrokenModelError, UserError
+from drot.core.errors import BrokenModelError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
 from drot.core.hashes import json_digest, weights_record, with_digest
 from drot.evaluation import choices
-from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexities
-from drot.evaluation.predictions import check_windows, predict
-from drot.evaluation.tasks import load_tasks, run_tasks
+from drot.evaluation.evaluate import Setup, measure, prepare_tasks
+from drot.evaluation.models import OpenModel
+from drot.evaluation.perplexity import load_eval_tokens
+from drot.evaluation.predictions import check_windows
 from drot.machine.devices import computing_dtype, dtype_name
 from drot.machine.environment import machine_name, versions
+from drot.machine.ranks import ALONE
 from drot.model.sizes import positions_of
-from drot.pipeline.own_text import write_own_text
 from drot.pipeline.prune import prune
-from drot.pipeline.tokens import trainable
-from drot.pipeline.validation import check_seqlen
+from drot.pipeline.tokens import TextReader
 from drot.reporting.grid import Cell, Grid, effective
 from drot.reporting.rows import run_columns
-from drot.text.further import load_further
-from drot.text.source import calibration_hash, check_sources, load_calibration
+from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
 
@@ -67,71 +66,64 @@ class CellRunner:
         progress: Progress,
     ) -> None:
         self.model, self.out = model, out
-        self.device, self.progress = device, progress
         self.dtype = str(computing_dtype(dtype, device))
         self.tokenizer, self.config = load_tokenizer(model), load_config(model)
-        self.seqlen = (
-            default_seqlen(positions_of(self.config)) if grid.asked.seqlen is None else grid.asked.seqlen
-        )
+        asked, seqlen = grid.asked, grid.asked.seqlen or default_seqlen(positions_of(self.config))
         self.texts: dict[str, Tensor] = {}
-        for source in grid.asked.texts:
-            tokens = load_eval_tokens(source, self.tokenizer, grid.asked.text_column, progress)
-            check_windows(tokens, self.config.get_text_config(), self.seqlen)
+        for source in asked.texts:
+            tokens = load_eval_tokens(source, self.tokenizer, asked.text_column, progress)
+            check_windows(tokens, self.config.get_text_config(), seqlen)
             self.texts[source] = tokens
-        of_lm_eval = [task for task in grid.asked.tasks if task != choices.OWN]
-        self.tasks = load_tasks(of_lm_eval) if of_lm_eval else None
-        self.own_tasks = choices.task_names(grid.asked.tasks, self.texts)
+        tasks = prepare_tasks(asked.tasks)
+        self.setup = Setup(
+            seqlen=seqlen, device=device, task_names=asked.tasks, tasks=tasks, progress=progress
+        )
+        #: the names of the tasks that are measured
+        self.tasks = [*choices.task_names(asked.tasks, self.texts), *(tasks.tasks if tasks else ())]
         #: the calibration tokens of a text, and those of the training of all layers by their number
         self.calibration: dict[CalibrationConfig, Tensor] = {}
-        self.distillation: dict[tuple[CalibrationConfig, int], Tensor] = {}
-        self.own_text: dict[CalibrationConfig, Path] = {}
-        recipes = [cell.resolved for cell in cells if cell.resolved.reads_calibration]
-        for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
-            self._read_calibration(recipe)
+        self.distillation: dict[tuple[CalibrationConfig, int], Tensor | None] = {}
+        self._read_tokens([cell.resolved for cell in cells if cell.resolved.reads_calibration])
         #: what the figures of every cell depend on besides its recipe
         self.identity: dict[str, Any] = {}
         self.dense = self._measure_dense()
 
-    def _read_calibration(self, recipe: ResolvedRecipe) -> None:
-        """Reads the tokens of a recipe, unless they are those of another one.
+    def _read_tokens(self, recipes: Sequence[ResolvedRecipe]) -> None:
+        """Reads the tokens of all recipes, with one text of the model for all recipes of one calibration.
 
-        The first recipe with a calibration that the model writes must be the one that reads most of it.
+        The first of these recipes is the one that reads most of it, because the model writes it then.
         """
-        text, further = recipe.calibration, recipe.recovery.distill_nsamples
-        if text not in self.calibration:
-            key = json_digest([values_of(text), further])[:KEY_DIGITS]
-            self.own_text[text] = self.out / f"{Path(OWN_TEXT).stem}_{key}.jsonl"
-            check_seqlen(text.seqlen, self.config)
-            check_sources(text.source)
-            write_own_text(
-                self.own_text[text], recipe=recipe, model=self.model, tokenizer=self.tokenizer,
-                config=self.config, device=self.device, dtype=self.dtype, progress=self.progress,
-            )  # fmt: skip
-            self.calibration[text] = load_calibration(
-                text, self.tokenizer, self.progress, own=self.own_text[text]
-            )
-        if further and (text, further) not in self.distillation:
-            tokens = self.calibration[text]
-            self.distillation[text, further] = load_further(
-                text, further, tokens, self.tokenizer, self.progress, self.own_text[text]
-            )
+        readers: dict[CalibrationConfig, TextReader] = {}
+        for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
+            text, further = recipe.calibration, recipe.recovery.distill_nsamples
+            if text not in readers:
+                key = json_digest([values_of(text), further])[:KEY_DIGITS]
+                readers[text] = TextReader(
+                    model=self.model, tokenizer=self.tokenizer, config=self.config, device=self.setup.device,
+                    dtype=self.dtype, progress=self.setup.progress, ranks=ALONE,
+                    own_text=self.out / f"{Path(OWN_TEXT).stem}_{key}.jsonl",
+                )  # fmt: skip
+            if (text, further) not in self.distillation:
+                _, self.calibration[text], self.distillation[text, further] = readers[text].read(
+                    recipe, self.calibration.get(text), None, measures=False
+                )
 
     def _measure_dense(self) -> Any:
-        """The figures of the dense model as in `_measure`, none of which is None."""
-        self.progress(ProgressEvent(phase="load"))
+        """The figures of the dense model, as in `_measure`."""
+        self.setup.progress(ProgressEvent(phase="load"))
         model = load(self.model, device="cpu", dtype=self.dtype)
         self.identity = {
             "weights": weights_record(model.state_dict()),
             "dtype": dtype_name(model.dtype),
-            "seqlen": self.seqlen,
+            "seqlen": self.setup.seqlen,
             "texts": {source: calibration_hash(tokens) for source, tokens in self.texts.items()},
         }
-        if names := self._task_names():
-            self.identity["tasks"] = names
+        if self.tasks:
+            self.identity["tasks"] = self.tasks
         before = read_journal(self.out / DENSE)
         if before is not None and before["identity"] == self.identity:
             return before
-        measured = {"identity": self.identity, **self._measure(model, may_be_broken=False)}
+        measured = {"identity": self.identity, **self._measure(model)}
         with writing(self.out):
             (self.out / CELLS).mkdir(parents=True, exist_ok=True)
         write_json(self.out / DENSE, with_digest(measured))
@@ -145,19 +137,18 @@ class CellRunner:
     def run(self, cell: Cell, key: str) -> dict[str, Any]:
         """Prunes and measures the cell of the name `key`; writes its record and returns it."""
         recipe, resolved, text = cell.recipe, cell.resolved, cell.resolved.calibration
-        wanted = resolved.recovery.distill_nsamples
-        further = self.distillation.get((text, wanted))
-        if further is not None and not trainable(len(further), wanted):
-            recipe, further = recipe.replace(distill_epochs=0), None
+        further = self.distillation.get((text, resolved.recovery.distill_nsamples))
+        if further is None:  # also if the text has too little for the training of all layers
+            recipe = recipe.replace(distill_epochs=0)
             recovery = dataclasses.replace(resolved.recovery, distill_epochs=0, distill_nsamples=0)
             resolved = dataclasses.replace(resolved, recovery=recovery)
         result = prune(
             self.model,
             recipe,
             tokenizer=self.tokenizer,
-            device=self.device,
+            device=self.setup.device,
             dtype=self.dtype,
-            progress=self.progress,
+            progress=self.setup.progress,
             calibration=self.calibration.get(text),
             distillation=further,
         )
@@ -167,9 +158,9 @@ class CellRunner:
             "recipe": resolved.to_dict(),
             "identity": self.identity,
             "calibration": self._calibration_hash(cell.resolved),
-            **self._measure(result.model, may_be_broken=True),
+            **self._measure_cell(result.model),
             **run_columns(result.manifest),
-            "machine": machine_name(self.device),
+            "machine": machine_name(self.setup.device),
             "versions": versions(),
         }
         plain: dict[str, Any] = json.loads(json.dumps(record))
@@ -180,36 +171,15 @@ class CellRunner:
         tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
         return None if tokens is None else calibration_hash(tokens)
 
-    def _task_names(self) -> list[str]:
-        return [*self.own_tasks, *(self.tasks.tasks if self.tasks else ())]
+    def _measure(self, model: PreTrainedModel) -> Measured:
+        """The figures of a model. Raises BrokenModelError for a model without a finite loss."""
+        figures = measure(OpenModel(model), self.model, self.tokenizer, self.texts, self.setup)
+        return {"perplexity": figures["perplexity"], "accuracy": figures["tasks"]}
 
-    def _measure(self, model: PreTrainedModel, *, may_be_broken: bool) -> Measured:
-        """The figures of a model. A model without a finite loss is an error unless it `may_be_broken`."""
-        perplexity: dict[str, float | None] = dict.fromkeys(self.texts)
-        accuracy: dict[str, float | None] = dict.fromkeys(self._task_names())
+    def _measure_cell(self, model: PreTrainedModel) -> Measured:
+        """The figures of a pruned model, which may be broken."""
         try:
-            perplexity |= perplexities(
-                model,
-                self.texts,
-                seqlen=self.seqlen,
-                device=self.device,
-                name=self.model,
-                progress=self.progress,
-            )
-            if self.own_tasks:
-                streamed = None if model.device == self.device else self.device
-                scores = choices.scores(
-                    self.texts, lambda tokens, length: predict(model, tokens, length, streamed)
-                )
-                accuracy |= {name: score.accuracy for name, score in scores.items()}
-            if self.tasks is not None:
-                if model.device != self.device:
-                    raise UserError(f"tasks need the whole of {self.model} on {self.device}: it does not fit")
-                check_logits(model)
-                scores = run_tasks(model, self.tokenizer, self.tasks)
-                accuracy |= {name: score.accuracy for name, score in scores.items()}
+            return self._measure(model)
         except BrokenModelError as error:
-            if not may_be_broken:
-                raise
             logger.warning("a cell has no figures: %s", error)
-        return {"perplexity": perplexity, "accuracy": accuracy}
+            return {"perplexity": dict.fromkeys(self.texts), "accuracy": dict.fromkeys(self.tasks)}

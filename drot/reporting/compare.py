@@ -16,8 +16,9 @@ from drot.config import ONE_SHOT, Recipe, RotationConfig
 from drot.config.resolve import GIVEN_TOKENS
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
-from drot.evaluation.evaluate import evaluate
-from drot.evaluation.perplexity import load_eval_tokens, perplexities
+from drot.evaluation.evaluate import Setup, evaluate, measure
+from drot.evaluation.models import OpenModel
+from drot.evaluation.perplexity import load_eval_tokens
 from drot.evaluation.record import record as record_figures
 from drot.machine.devices import parse_dtype, pick_device
 from drot.pipeline.prune import prune
@@ -185,17 +186,11 @@ def _pruned(
         progress=progress,
     )
     cast_weights(result.model, parse_dtype(figures["dtype"]))
-    measured = perplexities(
-        result.model,
-        texts,
-        seqlen=figures["seqlen"],
-        device=pick_device(device),
-        name=label,
-        progress=progress,
-    )
+    setup = Setup(seqlen=figures["seqlen"], device=pick_device(device), progress=progress)
+    measured = measure(OpenModel(result.model), label, None, texts, setup)
     return ComparedModel(
         name=label,
-        perplexity=measured,
+        perplexity=measured["perplexity"],
         gap_closed=dict.fromkeys(texts),
         sparsity=result.manifest.sparsity,
         seconds=result.manifest.seconds.total,

@@ -3,8 +3,7 @@
 import csv
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,74 +49,54 @@ def run_columns(manifest: Manifest) -> dict[str, float | None]:
     }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A finished cell.
+def rows_of(
+    finished: Mapping[str, tuple[Cell, dict[str, Any]]], dense: dict[str, Any], fields: Sequence[str]
+) -> list[dict[str, Any]]:
+    """A row for each finished cell: heading → value, in plain types; None where there is no value.
 
-    key: name of the cell. cell: its recipe. record: its figures, as they were written.
-    dense: text → perplexity of the dense model.
-    dense_accuracy: task → accuracy of the dense model, in [0, 1]; empty if the sweep has no tasks.
+    The gap closed is the share of the damage on a text that the rotation undoes, against the cell of the same
+    run without a rotation. It is None without such a cell, and for a cell that is not rotated.
+
+    finished: name of a cell → the cell, and its figures as they were written.
+    dense: the figures of the dense model.
+    fields: the fields of a recipe that the rows show.
     """
+    perplexities = {str(effective(cell.resolved)): record["perplexity"] for cell, record in finished.values()}
+    rows = []
+    for key, (cell, record) in finished.items():
+        row = {"cell": key, **{name: cell.value(name) for name in fields}}
+        rotated = cell.recipe.rotation.mode != "none"
+        baseline = perplexities.get(_run_without_rotation(cell), {}) if rotated else {}
+        for text, of_dense in dense["perplexity"].items():
+            found = record["perplexity"][text]
+            row |= {
+                f"perplexity {text}": found,
+                f"dense {text}": of_dense,
+                f"gap closed {text}": gap_closed(of_dense, baseline.get(text), found),
+            }
+        for task, of_dense in dense["accuracy"].items():
+            row |= {f"accuracy {task}": record["accuracy"][task], f"dense accuracy {task}": of_dense}
+        rows.append(row | {name: record[name] for name in COLUMNS})
+    return rows
 
-    key: str
-    cell: Cell
-    record: dict[str, Any]
-    dense: dict[str, float]
-    dense_accuracy: dict[str, float]
 
-    @property
-    def rotated(self) -> bool:
-        return self.cell.recipe.rotation.mode != "none"
-
-    def perplexity(self, text: str) -> float | None:
-        """The perplexity on a text; None if it is not finite."""
-        value: float | None = self.record["perplexity"][text]
-        return value
-
-
-def not_rotated(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row of the same recipe without a rotation; None without one, and for a row that is not rotated.
+def _run_without_rotation(cell: Cell) -> str:
+    """The settings of the run of a cell without its rotation.
 
     The run is the same, and not what the grid says: one cell may name a solver that another leaves open.
     """
-    if not row.rotated:
-        return None
-    own = row.cell.recipe.replace(mode="none", blocks=1, down_rotation="auto")
-    wanted = effective(resolve(own))
-    return next((other for other in rows if effective(other.cell.resolved) == wanted), None)
+    seqlen = cell.resolved.calibration.seqlen  # it depends on the model
+    own = cell.recipe.replace(mode="none", blocks=1, down_rotation="auto", seqlen=seqlen)
+    return str(effective(resolve(own)))
 
 
-def row_gap_closed(row: Row, rows: Sequence[Row], text: str) -> float | None:
-    """The share of the damage on a text that the rotation undoes, against the row of `not_rotated`."""
-    plain = not_rotated(row, rows)
-    baseline = None if plain is None else plain.perplexity(text)
-    return gap_closed(row.dense[text], baseline, row.perplexity(text))
-
-
-def columns(row: Row, rows: Sequence[Row], fields: Sequence[str]) -> dict[str, Any]:
-    """Heading → value of a row, in plain types; None where there is no value."""
-    found: dict[str, Any] = {"cell": row.key, **{name: row.cell.value(name) for name in fields}}
-    for text, dense in row.dense.items():
-        found |= {
-            f"perplexity {text}": row.perplexity(text),
-            f"dense {text}": dense,
-            f"gap closed {text}": row_gap_closed(row, rows, text),
-        }
-    for task, dense in row.dense_accuracy.items():
-        found |= {f"accuracy {task}": row.record["accuracy"][task], f"dense accuracy {task}": dense}
-    return found | {name: row.record[name] for name in COLUMNS}
-
-
-def write_csv(
-    file: Path, fields: Sequence[str], rows: Sequence[Row], skipped: Sequence[Skipped] = ()
-) -> None:
+def write_csv(file: Path, rows: Sequence[dict[str, Any]], skipped: Sequence[Skipped] = ()) -> None:
     """Writes a line for each row, and for each skipped combination, with the reason in the last column.
 
     Raises WriteError if writing fails. An empty field is a figure that the cell does not have.
     """
-    content = [columns(row, rows, fields) for row in rows]
     with new_file(file) as part, part.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, [*content[0], "skipped"])
+        writer = csv.DictWriter(handle, [*rows[0], "skipped"])
         writer.writeheader()
-        writer.writerows(content)
+        writer.writerows(rows)
         writer.writerows({"cell": f"({each.label})", "skipped": each.reason} for each in skipped)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from drot.model.sizes import positions_of
 from drot.pipeline.validation import check_config, check_recipe, down_width
 from drot.reporting.cells import CELLS, CellRunner
 from drot.reporting.grid import Cell, Grid, Skipped, read_grid
-from drot.reporting.rows import Row, write_csv
+from drot.reporting.rows import rows_of, write_csv
 
 #: what a sweep writes into its folder for readers
 CSV = "sweep.csv"
@@ -29,14 +30,15 @@ CSV = "sweep.csv"
 class SweepResult:
     """The result of `sweep`.
 
-    rows: the cells with their figures, in the order of the grid.
+    rows: for each cell, in the order of the grid, the headings of sweep.csv → their values; None for a figure
+        that the cell does not have.
     skipped: the combinations that were not run.
     fields: the fields that the grid varies.
     computed: number of cells that this call computed; the others were finished before.
     csv: the written file.
     """
 
-    rows: list[Row]
+    rows: list[dict[str, Any]]
     skipped: list[Skipped]
     fields: tuple[str, ...]
     computed: int
@@ -85,7 +87,7 @@ def sweep(
     with locked(out):
         runner = CellRunner(model, out, content, cells, device=target, dtype=dtype, progress=progress)
         rows, computed = _run_cells(runner, cells, content.fields)
-        write_csv(out / CSV, content.fields, rows, skipped)
+        write_csv(out / CSV, rows, skipped)
     return SweepResult(rows, skipped, content.fields, computed, out / CSV)
 
 
@@ -111,19 +113,23 @@ def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell]
     return cells, refused
 
 
-def _run_cells(runner: CellRunner, cells: list[Cell], fields: tuple[str, ...]) -> tuple[list[Row], int]:
+def _run_cells(
+    runner: CellRunner, cells: list[Cell], fields: tuple[str, ...]
+) -> tuple[list[dict[str, Any]], int]:
     """The rows of all cells, and how many of them were not finished before. Writes the CSV after each row."""
     keys = {runner.key(cell): cell for cell in cells}
-    rows: list[Row] = []
+    finished: dict[str, tuple[Cell, dict[str, Any]]] = {}
+    rows: list[dict[str, Any]] = []
     computed = 0
     for number, (key, cell) in enumerate(keys.items(), 1):
         record = read_journal(runner.out / CELLS / f"{key}.json")
         if record is None:
-            runner.progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
+            runner.setup.progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
             record = runner.run(cell, key)
             computed += 1
-        rows.append(Row(key, cell, record, runner.dense["perplexity"], runner.dense["accuracy"]))
-        write_csv(runner.out / CSV, fields, rows)
+        finished[key] = cell, record
+        rows = rows_of(finished, runner.dense, fields)
+        write_csv(runner.out / CSV, rows)
     return rows, computed
 
 

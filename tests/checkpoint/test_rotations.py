@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drot.checkpoint import rotations as stored
-from drot.checkpoint.rotations import _digest, load_rotations, save_rotations
+from drot.checkpoint.rotations import _digest, open_rotations, save_rotations
 from drot.core.errors import UserError
 from drot.model.rotation import LayerRotation
 from drot.model.sizes import HeadShape
@@ -25,7 +25,7 @@ def rotations(count=2, d=8, r3=True):
 
 
 def load(path, layers=2, d=8, down_width=6):
-    return load_rotations(path, hidden_size=d, shapes=[SHAPE] * layers, down_widths=[down_width] * layers)
+    return open_rotations(path, hidden_size=d, shapes=[SHAPE] * layers, down_widths=[down_width] * layers)
 
 
 @pytest.mark.parametrize("r3", [True, False])
@@ -35,7 +35,7 @@ def test_round_trip_is_orthogonal_to_fp64(r3, tmp_path):
     got, record = load(path)
     assert record == {"model": "x"}
     assert [file.name for file in path.parent.iterdir()] == ["r.safetensors"]
-    for a, b in zip(saved, got, strict=True):
+    for a, b in zip(saved, got.values(), strict=True):
         assert list(a.matrices) == list(b.matrices) == ["r1", "r2", "r3"][: 3 if r3 else 2]
         for saved_matrix, matrix in zip(a.matrices.values(), b.matrices.values(), strict=True):
             assert torch.allclose(saved_matrix, matrix, atol=1e-6)

@@ -17,7 +17,7 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.evaluation import evaluate as evaluation
 from drot.evaluation import models as evaluated_models
 from drot.evaluation.evaluate import evaluate
-from drot.evaluation.models import Original, loaded_bytes
+from drot.evaluation.models import loaded_bytes, open_model
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.reporting.demo import HELD_OUT, MODEL
 
@@ -175,13 +175,28 @@ def test_tasks_are_refused_for_weights_that_do_not_fit(models, monkeypatch):
         measure(models, "dense", tasks=["piqa"])
 
 
-def test_an_original_is_opened_again_in_another_form(models):
-    original = Original(str(models / "dense"), "float32")
-    assert not original.is_loaded
-    streamed = original.open(streamed=True)
-    assert original.open(streamed=True) is streamed and not original.is_loaded
-    whole = original.open(streamed=False)
-    assert whole.weights is None and original.is_loaded and original.open(streamed=False) is whole
+def test_an_original_is_opened_once_in_each_form(models, monkeypatch):
+    """Once the original is in memory, it is not counted with the weights that must fit."""
+    needed, opened, streams = [], [], iter([True, True, False, False])
+
+    def must_stream(names, *others):
+        needed.append([name.rpartition("/")[2] for name in names])
+        return next(streams)
+
+    def open_one(name, dtype, *, streamed):
+        opened.append((name.rpartition("/")[2], streamed))
+        return open_model(name, dtype, streamed=streamed)
+
+    monkeypatch.setattr(evaluation, "must_stream", must_stream)
+    monkeypatch.setattr(evaluation, "open_model", open_one)
+    names = ["rotated", "packed", "rotated", "packed"]
+    figures = measure(models, *names, against=str(models / "dense"))
+    assert [each["streamed"] for each in figures] == [True, True, False, False]
+    assert needed == [["rotated", "dense"], ["packed", "dense"], ["rotated", "dense"], ["packed"]]
+    assert opened == [
+        ("dense", True), ("rotated", True), ("packed", True),
+        ("dense", False), ("rotated", False), ("packed", False),
+    ]  # fmt: skip
 
 
 def test_bfloat16_is_computed_in_float32_on_a_cpu_unless_asked_for(tmp_path):

@@ -7,7 +7,7 @@ from small_models import random_tokens, relative_error, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.checkpoint.rotations import load_rotations
+from drot.checkpoint.rotations import open_rotations
 from drot.cli import app as cli
 from drot.config import resolve
 from drot.core.errors import UserError
@@ -72,7 +72,7 @@ def test_down_takes_the_next_layers_rotation(tmp_path):
     dense = CHOSEN.replace(sparsity=0.0, method="wanda", objective="entropy", steps=20)
     rotated = prune(small_model("llama-biased"), dense, save_rotations_to=file).model
     handle = DecoderModel(original)
-    rotations, record = load_rotations(
+    rotations, record = open_rotations(
         file, hidden_size=32, shapes=[handle.layers[0].heads] * 3, down_widths=[48] * 3
     )
     assert record["recipe"]["rotation"]["boundary"] == "residual"

@@ -120,13 +120,6 @@ def test_sizes_have_units():
 
 def test_a_result_is_shown_in_one_line(tmp_path):
     result = prune(small_model("llama", dtype=torch.bfloat16), recipe(), out=tmp_path / "o")
-    count = sum(parameter.numel() for parameter in result.model.parameters())
-    assert repr(result) == (
-        f"PruneResult(out={str(tmp_path / 'o')!r}, sparsity=33.33%, layers=3, "
-        f"parameters={count:,} ({size_text(2 * count)}, bfloat16))"
-    )
+    assert repr(result) == f"PruneResult(out={tmp_path / 'o'!r}, finished_before=False)"
     figures = drot.sensitivity(small_model("llama"), recipe(), calibration=TOKENS, device="cpu")
-    name, sparsity, error = figures.largest(1)[0]
-    assert repr(figures) == (
-        f"SensitivityResult(linears=21, sparsities=2:4, 4:8, 0.5, largest={name} {error:.4f} at {sparsity})"
-    )
+    assert repr(figures) == f"SensitivityResult(figures={figures.figures!r})"

@@ -15,7 +15,7 @@ from drot.checkpoint.importance import (
     load_importance_maps,
 )
 from drot.checkpoint.records import OneShotFigures, OneShotRecord
-from drot.checkpoint.rotations import load_rotations
+from drot.checkpoint.rotations import open_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.families import LLAMA
 from drot.model.rotation import Bases
@@ -64,7 +64,7 @@ def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
     hessian = attention_input(model)
     chosen = recipe(method=method, sparsity=sparsity)
     result = prune(chosen=chosen, out=tmp_path / "out", save_rotations_to=tmp_path / "r")
-    rotations, _ = load_rotations(
+    rotations, _ = open_rotations(
         tmp_path / "r", hidden_size=32, shapes=[head_shape(model.config, 0)] * 3, down_widths=[48] * 3
     )
     r1 = rotations[0].r1

@@ -19,7 +19,7 @@ from small_models import INSIDE, random_tokens, relative_error, save_small_model
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.checkpoint.rotations import load_rotations
+from drot.checkpoint.rotations import open_rotations
 from drot.checkpoint.size import weight_bytes
 from drot.config import Sparsity, resolve
 from drot.core.errors import UserError
@@ -72,7 +72,8 @@ def test_the_matrices_act_where_the_declaration_says(family, tmp_path):
     model, file = small_model(family), tmp_path / "rotations.safetensors"
     dense = DecoderModel(copy.deepcopy(model)).layers[1]
     rotated = DecoderModel(prune(model, recipe(**NOTHING), save_rotations_to=file).model).layers[1]
-    (_, rotation, _), _ = load_rotations(file, hidden_size=32, shapes=[dense.heads] * 3, down_widths=[48] * 3)
+    found, _ = open_rotations(file, hidden_size=32, shapes=[dense.heads] * 3, down_widths=[48] * 3)
+    rotation = found[1]
     values = torch.block_diag(*rotation.r2)
     queries = torch.block_diag(*rotation.r2.repeat_interleave(dense.heads.group, 0))
     right = {"o_proj": queries, "down_proj": torch.block_diag(*rotation.r3)}

@@ -10,7 +10,7 @@ import drot
 from drot.checkpoint.artifact.apply import apply_artifact
 from drot.checkpoint.artifact.export import export_artifact
 from drot.checkpoint.convert import convert
-from drot.checkpoint.rotations import load_rotations
+from drot.checkpoint.rotations import open_rotations
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import around_ones
@@ -59,13 +59,13 @@ def test_from_the_dense_model_to_a_checkpoint(family, mode, tmp_path):
     if mode != "none":
         assert result.manifest.relative_logit_error < 1e-5
         handle = DecoderModel(result.model)
-        rotations, _ = load_rotations(
+        rotations, _ = open_rotations(
             out / "r.safetensors",
             hidden_size=32,
             shapes=[layer.heads for layer in handle.layers],
             down_widths=[48] * 3,
         )
-        for rotation in rotations:
+        for rotation in rotations.values():
             assert float((rotation.r1.sum(1) - 1).abs().max()) < 1e-6
             assert relative_error(rotation.r1, torch.eye(32)) > 0.1
         for layer in result.manifest.layers:

@@ -18,7 +18,7 @@ from runs import recipe as small_recipe
 from small_models import random_tokens, relative_error, small_model
 
 from drot.checkpoint.records import LinearRecord
-from drot.checkpoint.rotations import load_rotations
+from drot.checkpoint.rotations import open_rotations
 from drot.config import PruningConfig, Recipe, Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
@@ -152,7 +152,7 @@ def test_kept_weights_are_the_dense_ones_rotated(boundary, tmp_path):
             assert torch.equal(linear.weight, found[name].weight), name
             torch.testing.assert_close(linear.weight, first[name].weight, rtol=0, atol=1e-5)
     shape = dict(hidden_size=32, shapes=[head_shape(mixed.model.config, 0)] * 3, down_widths=[48] * 3)
-    rotations, _ = load_rotations(file, **shape)
+    rotations, _ = open_rotations(file, **shape)
     eye = torch.eye(32, dtype=torch.float64)
     assert torch.equal(rotations[0].r1, eye)  # nothing of layer 0 is pruned
     assert not torch.allclose(rotations[1].r1, eye, atol=0.1)

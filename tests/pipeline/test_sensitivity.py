@@ -8,7 +8,7 @@ from runs import TOKENS, named_linears, one_shot, prune
 from small_models import small_model
 
 import drot
-from drot.checkpoint.rotations import load_rotations
+from drot.checkpoint.rotations import open_rotations
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.pipeline.sensitivity import SensitivityResult
@@ -52,7 +52,7 @@ def test_against_the_outputs_in_fp64(boundary, name, tmp_path):
     model = small_model("qwen3")
     found = measure(model, chosen, rotations=file)
     handle = DecoderModel(model)
-    rotations, _ = load_rotations(
+    rotations, _ = open_rotations(
         file, hidden_size=32, shapes=[handle.layers[0].heads] * 3, down_widths=[48] * 3
     )
     layer = handle.layers[1]

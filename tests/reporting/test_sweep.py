@@ -14,6 +14,7 @@ from drot.checkpoint.load import load, load_tokenizer
 from drot.cli import app as cli
 from drot.config import Recipe
 from drot.core.errors import UserError
+from drot.evaluation import evaluate as evaluation
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.tasks import Score, Tasks
 from drot.reporting import cells as runner_module
@@ -65,7 +66,8 @@ def measured(inputs: Path, model) -> float:
 def test_the_figures_are_those_of_prune_and_eval(inputs, tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(
-        runner_module, "load_calibration", lambda *a, **k: read.append(1) or load_calibration(*a, **k)
+        "drot.pipeline.tokens.load_calibration",
+        lambda *a, **k: read.append(1) or load_calibration(*a, **k),
     )
     file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer], sparsity: [2:4, 0.5]}")
     result = sweep(file, out=tmp_path / "out", model=inputs / "model")
@@ -139,7 +141,7 @@ def test_what_a_cell_depends_on_makes_it_new(inputs, tmp_path):
     def computed(**options) -> int:
         result = sweep(file, out=tmp_path / "out", model=folder / "model", **options)
         dense = load(folder / "model", device="cpu", dtype=options.get("dtype", "float32"))
-        assert result.rows[0].dense == {str(folder / "held.txt"): measured(folder, dense)}
+        assert result.rows[0][f"dense {folder / 'held.txt'}"] == measured(folder, dense)
         return result.computed
 
     assert (computed(), computed()) == (1, 0)
@@ -159,14 +161,14 @@ def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
     """A stand-in answers for lm_eval, which has its own tests."""
     answers = iter([0.9, 0.5, 0.8, 0.4, 0.7, 0.2])
 
-    def answer(model, tokenizer, prepared):
+    def answer(model, tokenizer, prepared, options):
         return {
             name: Score(accuracy=next(answers), stderr=None, metric="acc", fewshot=0)
             for name in prepared.tasks
         }
 
-    monkeypatch.setattr(runner_module, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
-    monkeypatch.setattr(runner_module, "run_tasks", answer)
+    monkeypatch.setattr(evaluation, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
+    monkeypatch.setattr(evaluation, "run_tasks", answer)
     file = grid_file(inputs, tmp_path, "grid: {steps: [0, 1]}\ntasks: [piqa, boolq]")
     result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     rows = lines_of(result.csv)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from drot.config import Recipe
+from drot.config import Recipe, resolve
 from drot.core.errors import UserError
-from drot.reporting.grid import read_grid
-from drot.reporting.rows import Row, not_rotated
+from drot.reporting.grid import Cell, read_grid
+from drot.reporting.rows import COLUMNS, rows_of
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/paper-ablations.yaml"
 
@@ -120,13 +120,7 @@ def test_a_cell_that_leaves_the_solver_open_finds_its_baseline(tmp_path):
     grid = "grid: {mode: [none, layer], solve: [none, admm]}"
     file.write_text(f"{grid}\ncells: [{{blocks: 2}}, {{method: wanda}}]\n")
     grid = read_grid(file)
-    rows = [
-        Row(str(index), cell, {"perplexity": {"text": 12.0 + index}}, {"text": 10.0}, {})
-        for index, cell in enumerate(grid.cells)
-    ]
-    found = {row.cell.label(grid.fields): not_rotated(row, rows) for row in rows}
-    names = {name: row and row.cell.label(("mode", "solve")) for name, row in found.items()}
-    assert names == {
+    assert baselines(grid.cells, grid.fields) == {
         "mode none, solve none, blocks 1, method sparsegpt": None,
         "mode none, solve admm, blocks 1, method sparsegpt": None,
         "mode layer, solve none, blocks 1, method sparsegpt": "mode none, solve none",
@@ -134,3 +128,28 @@ def test_a_cell_that_leaves_the_solver_open_finds_its_baseline(tmp_path):
         "mode layer, solve admm, blocks 2, method sparsegpt": "mode none, solve none",
         "mode layer, solve admm, blocks 1, method wanda": None,
     }
+
+
+def test_a_model_with_short_sequences_has_a_baseline(tmp_path):
+    """Its cells have another `seqlen` than a recipe for a model of any length."""
+    grid = grid_of(tmp_path, "grid: {mode: [none, layer], solve: [none]}")
+    cells = [Cell(cell.recipe, resolve(cell.recipe, positions=128)) for cell in grid.cells]
+    found = baselines(cells, grid.fields)
+    assert found == {"mode none, solve none": None, "mode layer, solve none": "mode none, solve none"}
+
+
+def baselines(cells: list[Cell], fields: tuple[str, ...]) -> dict[str, str | None]:
+    """Cell → the cell against which its row gives the gap closed. Cell i has the perplexity 12 + i."""
+    dense, figures = {"perplexity": {"text": 10.0}, "accuracy": {}}, dict.fromkeys(COLUMNS)
+    finished = {
+        str(index): (cell, figures | {"perplexity": {"text": 12.0 + index}})
+        for index, cell in enumerate(cells)
+    }
+    found: dict[str, str | None] = {}
+    for cell, row in zip(cells, rows_of(finished, dense, fields), strict=True):
+        name, gap = cell.label(fields), row["gap closed text"]
+        found[name] = None
+        if gap is not None:  # (baseline - own) / (baseline - 10)
+            baseline = (row["perplexity text"] - 10.0 * gap) / (1 - gap)
+            found[name] = cells[round(baseline) - 12].label(("mode", "solve"))
+    return found
