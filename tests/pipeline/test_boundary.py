@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import TOKENS, assert_patterns, prune, recipe
+from runs import TOKENS, assert_patterns, one_shot, prune, recipe
 from small_models import random_tokens, relative_error, small_model
 from transformers import AutoModelForCausalLM
 
@@ -41,8 +41,17 @@ def test_a_model_keeps_the_pattern_and_survives_saving(family, tmp_path):
     assert torch.equal(again(tokens).logits, result.model(tokens).logits)
 
 
-def test_dynamo_compiles_the_model_to_one_graph():
-    model, tokens = prune(small_model("granite"), CHOSEN.replace(steps=0)).model, random_tokens(2, 30)
+@pytest.mark.parametrize(
+    ("model", "chosen", "format"),
+    [
+        (lambda: small_model("granite"), CHOSEN.replace(steps=0), "dense"),
+        (lambda: small_model("gemma2"), one_shot(steps=0), "dense"),
+        (lambda: small_model("llama", head_dim=16), recipe(steps=2), "packed"),
+    ],
+    ids=["residual", "inside", "packed"],
+)
+def test_dynamo_compiles_the_model_to_one_graph(model, chosen, format):
+    model, tokens = prune(model(), chosen, format=format).model, random_tokens(2, 30)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(tokens).logits, model(tokens).logits)
 

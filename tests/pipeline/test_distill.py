@@ -145,20 +145,6 @@ def test_a_streamed_run_writes_what_a_run_in_memory_holds(format, tmp_path):
     assert written.format == format and not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("step", [0, 3])
-def test_an_interrupted_training_begins_again_and_gives_the_same_bytes(step, tmp_path):
-    chosen = recipe("layer")
-    prune(small_model("llama"), chosen, out=tmp_path / "whole")
-    interrupted(
-        small_model("llama"),
-        chosen,
-        out=tmp_path / "out",
-        at=("distill", 0, step),
-    )
-    prune(small_model("llama"), chosen, out=tmp_path / "out", resume=True)
-    assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "out")
-
-
 @pytest.mark.parametrize("format", ["dense", "packed"])
 def test_a_finished_training_is_not_repeated(format, tmp_path, monkeypatch):
     chosen, model = recipe("layer", sparsity="2:4"), save_small(tmp_path / "model", "llama")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, prune, recipe, saved_tensors
+from runs import TOKENS, assert_patterns, prune, recipe
 from small_models import random_tokens, relative_error, save_small_model, small_model
 from transformers import AutoModelForCausalLM
 
@@ -166,26 +166,6 @@ def test_a_saved_model_opens_as_it_was(chosen, format, tmp_path):
     converted = drot.load(tmp_path / "other", device="cpu")
     torch.testing.assert_close(converted(tokens).logits, logits)
     assert all(torch.equal(a, b) for a, b in zip(blocks_of(converted), blocks_of(loaded), strict=True))
-
-
-def test_dynamo_compiles_the_model_to_one_graph():
-    model = prune(small_model("llama", head_dim=16), FULL.replace(steps=2), format="packed").model
-    tokens = random_tokens(2, 30)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(tokens).logits, model(tokens).logits)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "at"),
-    [(LIGHT, ("prune", 1)), (POINTS["residual"], ("prune", 2))],
-    ids=["light", "residual"],
-)
-def test_a_resumed_run_gives_the_same_bytes(chosen, at, tmp_path):
-    chosen = chosen.with_quality("best").replace(recover="block", recover_epochs=1)
-    whole = prune(chosen=chosen, out=tmp_path / "whole").model
-    interrupted(chosen=chosen, at=at, out=tmp_path / "out")
-    prune(chosen=chosen, out=tmp_path / "out", resume=True)
-    assert_same_weights(saved_tensors(tmp_path / "out"), whole)
 
 
 def test_rotations_of_a_file_bring_their_r3(tmp_path):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, prune
+from runs import TOKENS, assert_patterns, assert_same_weights, prune
 from runs import recipe as small_recipe
 from small_models import layer_outputs, random_tokens, small_model
 from torch.func import functional_call
@@ -183,14 +183,6 @@ def test_every_method_keeps_its_pattern_in_the_saved_checkpoint(method, mode, sp
     assert manifest.seconds.phases["recover"] > 0
     tokens = random_tokens(2, 30, seed=5)
     assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
-
-
-@pytest.mark.parametrize(("target", "boundary"), [("self", "residual"), ("dense", "input")])
-def test_a_resumed_run_gives_the_same_bytes(target, boundary, tmp_path):
-    chosen = recipe(solve="admm", target=target, boundary=boundary)
-    whole = prune(chosen=chosen).model
-    interrupted(chosen=chosen, out=tmp_path / "out", at=("recover", 1, 1))
-    assert_same_weights(prune(chosen=chosen, out=tmp_path / "out", resume=True).model, whole)
 
 
 def test_the_stream_of_targets_is_that_of_the_dense_model(monkeypatch):

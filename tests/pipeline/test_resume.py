@@ -11,7 +11,7 @@ import torch
 from made_manifests import made_manifest
 from runs import saved_bytes
 from safetensors.torch import load_file, save_file
-from small_models import random_tokens, small_model
+from small_models import random_tokens, save_small_model, small_model
 
 import drot
 from drot.checkpoint.integrity import folder_records
@@ -61,6 +61,40 @@ def whole(tmp_path_factory):
     for hessians in ("sequential", "dense"):
         prune(folder / hessians, recipe(hessians=hessians))
     return {name: saved_bytes(folder / name) for name in ("sequential", "dense")}
+
+
+BLOCK = dict(hessians="dense", recover="block", recover_epochs=2, recover_lr=0.02, solve="admm")
+DISTILL = runs.one_shot(distill_epochs=2, distill_lr=3e-3, distill_batch=2)
+BEST = dict(quality="best", recover="block", recover_epochs=1)
+RESIDUAL = dict(boundary="residual", hessians="dense")
+MIXED = dict(keep=("layers.0.*", "layers.2.mlp.up_proj"), sparsity_of={"down_proj": "4:8", "o_proj": "0.25"})
+#: family, recipe, where the run is cut off
+CUT_OFF = {
+    "recover, self": ("llama", runs.recipe(**BLOCK, target="self", boundary="residual"), ("recover", 1, 1)),
+    "recover, dense": ("llama", runs.recipe(**BLOCK, target="dense", boundary="input"), ("recover", 1, 1)),
+    "distill, first step": ("llama", DISTILL, ("distill", 0, 0)),
+    "distill, later step": ("llama", DISTILL, ("distill", 0, 3)),
+    "R3 alone": ("llama", runs.recipe("shared", down_rotation=16, **BEST), ("prune", 1)),
+    "R3 and residual": ("llama", runs.recipe(**RESIDUAL, **BEST), ("prune", 2)),
+    "mixed patterns": ("llama", runs.recipe(**MIXED, hessians="sequential"), ("prune", 1)),
+    "inside, tied": ("gemma3_text", runs.recipe(), ("prune", 1)),
+    "streamed": ("opt", runs.one_shot(down_rotation="auto", **RESIDUAL, target="dense"), ("prune", 1)),
+}
+
+
+@pytest.mark.parametrize("name", CUT_OFF)
+def test_a_resumed_run_gives_the_same_bytes(name, tmp_path):
+    family, chosen, at = CUT_OFF[name]
+    whole, out = runs.prune(small_model(family), chosen, out=tmp_path / "whole").model, tmp_path / "out"
+
+    def model():
+        return save_small_model(small_model(family), tmp_path) if name == "streamed" else small_model(family)
+
+    runs.interrupted(model(), chosen, at=at, out=out)
+    resumed = runs.prune(model(), chosen, out=out, resume=True).model
+    assert saved_bytes(out) == saved_bytes(tmp_path / "whole")
+    for found in (resumed, drot.load(out, device="cpu")):
+        runs.assert_same_weights(found, whole)
 
 
 def test_a_layer_is_written_while_the_next_one_is_pruned(tmp_path, monkeypatch):

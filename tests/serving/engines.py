@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import pytest
 import torch
 from runs import TOKENS as CALIBRATION
 from runs import one_shot, prune
@@ -21,6 +23,14 @@ def save(folder, family, sizes, mode, fields, format):
     fields = {"sparsity": "2:4", "down_rotation": "none", "nsamples": len(CALIBRATION)} | fields
     fields = {key: value for key, value in fields.items() if mode != "none" or key != "down_rotation"}
     prune(small_model(family, **SIZES | sizes), one_shot(mode, **fields), out=folder, format=format)
+
+
+def entry_points(group):
+    """The entry points of pyproject.toml by which an engine finds its plugin."""
+    project = ROOT / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("needs the checkout")
+    return tomllib.loads(project.read_text())["project"]["entry-points"][group]
 
 
 def run_ranks(script, folder, ranks, models, *path):

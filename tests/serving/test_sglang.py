@@ -2,22 +2,18 @@
 
 import importlib
 import importlib.util
-import logging
 import os
 import subprocess
 import sys
-import tomllib
-from types import ModuleType
 
 import pytest
 import torch
-from engines import HEADS, ROOT, run_ranks, save
+from engines import HEADS, ROOT, entry_points, run_ranks, save
 from runs import saved_tensors
 from safetensors.torch import load_file, save_file
 
 import drot
 from drot.ops import unpack24_ref
-from drot.serving import sglang as plugin
 
 #: name → family, its further sizes, mode, fields of the recipe, format; the architecture in SGLang
 SERVED = {
@@ -46,14 +42,6 @@ STACKED = {
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
 
 
-def entry_points():
-    """The entry points of pyproject.toml by which SGLang finds the plugin."""
-    project = ROOT / "pyproject.toml"
-    if not project.exists():
-        pytest.skip("needs the checkout")
-    return tomllib.loads(project.read_text())["project"]["entry-points"]["sglang.srt.plugins"]
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
@@ -74,7 +62,7 @@ def results(checkpoints, tmp_path_factory):
     installed = folder / "site" / "drot-0.dist-info"  # what pip would install of drot, for SGLang's search
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: drot\nVersion: 0\n")
-    lines = [f"{name} = {value}" for name, value in entry_points().items()]
+    lines = [f"{name} = {value}" for name, value in entry_points("sglang.srt.plugins").items()]
     (installed / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines]))
     models = [checkpoints / name for name in (*SERVED, *REFUSED, *LACKING)]
     path = (installed.parent,)
@@ -161,18 +149,3 @@ for name in ("sys", "drot"):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "model type `drot`" in done.stdout and "Unknown quantization method: drot" in done.stdout, done
-
-
-def test_another_interface_of_sglang_is_one_line(monkeypatch, caplog):
-    """The rest of SGLang goes on, as it does for its other models."""
-    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
-    monkeypatch.setattr(plugin, "version", {"sglang": "9.0"}.get)
-    with caplog.at_level(logging.WARNING, "drot"):
-        plugin.register()
-    (line,) = caplog.messages
-    assert f"needs SGLang {plugin.TESTED}, got 9.0" in line and "\n" not in line
-
-
-def test_the_entry_point_names_the_plugin():
-    module, _, name = entry_points()["drot"].partition(":")
-    assert getattr(importlib.import_module(module), name) is plugin.register

@@ -2,12 +2,9 @@
 
 import importlib
 import importlib.util
-import logging
 import os
 import subprocess
 import sys
-import tomllib
-from types import ModuleType
 
 import pytest
 import torch
@@ -172,22 +169,3 @@ EngineArgs(model={str(checkpoints / name)!r}, skip_tokenizer_init=True).create_e
     assert done.returncode != 0
     expected = "model type `drot`" if imported == "sys" else "Unknown quantization method: drot"
     assert expected in done.stderr, done.stderr[-2000:]
-
-
-def test_another_interface_of_vllm_is_one_line(monkeypatch, caplog):
-    """The rest of vLLM goes on, as it does for its other models."""
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setattr(plugin, "version", {"vllm": "9.0"}.get)
-    with caplog.at_level(logging.WARNING, "drot"):
-        plugin.register()
-    (line,) = caplog.messages
-    assert f"needs vLLM {plugin.TESTED}, got 9.0" in line and "\n" not in line
-
-
-def test_the_entry_point_names_the_plugin():
-    project = ROOT / "pyproject.toml"
-    if not project.exists():
-        pytest.skip("needs the checkout")
-    points = tomllib.loads(project.read_text())["project"]["entry-points"]["vllm.general_plugins"]
-    module, _, name = points["drot"].partition(":")
-    assert getattr(importlib.import_module(module), name) is plugin.register
