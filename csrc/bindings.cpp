@@ -63,10 +63,12 @@ TORCH_LIBRARY(drot, m) {
       &drot::check_spectral_step);
 }
 
-// sparse24_linear raises in a backward pass. The formula is registered here because one registered in Python
-// takes longer than a small product.
+// These raise in a backward pass, where torch would warn and give no gradient. The formula is registered here
+// because one registered in Python takes longer than a small product.
 TORCH_LIBRARY_IMPL(drot, Autograd, m) {
-  m.impl("sparse24_linear", torch::autograd::autogradNotImplementedFallback());
+  for (const char* op : {"sparse24_linear", "pack24", "unpack24", "cholesky_qr"}) {
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
+  }
 }
 
 namespace {

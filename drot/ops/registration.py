@@ -4,8 +4,8 @@ A fake kernel returns the shapes and dtypes of the results; torch.compile needs 
 imports this module, so that the import of any op registers all of them.
 
 `swiglu_rotate` has its formula in C++ (csrc/ops/swiglu_rotate.cpp). The other ops without a formula here have
-no gradient: `sparse24_linear` raises in a backward pass (csrc/bindings.cpp), `spectral_step` returns nothing,
-and the results of the others do not require a gradient.
+no gradient: `sparse24_linear`, `pack24`, `unpack24` and `cholesky_qr` raise in a backward pass
+(csrc/bindings.cpp), `spectral_step` returns nothing, and the results of the others do not require a gradient.
 """
 
 from collections.abc import Callable

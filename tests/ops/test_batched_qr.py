@@ -210,6 +210,12 @@ def test_wrong_input(a: Tensor, message: str, device: str) -> None:
             cholesky_qr(a.to(device))
 
 
+def test_a_gradient_of_cholesky_qr_is_refused(device: str) -> None:
+    q, *_ = cholesky_qr(torch.eye(4, dtype=torch.float64, device=device).requires_grad_())
+    with pytest.raises(RuntimeError, match="derivative for drot::cholesky_qr is not implemented"):
+        q.sum().backward()
+
+
 def test_wrong_input_of_the_backward(device: str) -> None:
     eye = torch.eye(3, device=device)
     with pytest.raises(ValueError, match=r"gq must have the shape of q, \[3, 3\], got \[2, 2\]"):

@@ -122,3 +122,11 @@ def test_compile(device: str) -> None:
         return x @ unpack24(values, positions).mT
 
     torch.testing.assert_close(product(x, *pack24(w)), x @ w.mT)
+
+
+def test_backward_is_refused(device: str) -> None:
+    weight = sparse24(8, 16, torch.float32, device)
+    values, positions = pack24(weight)
+    for result in (pack24(weight.requires_grad_())[0], unpack24(values.requires_grad_(), positions)):
+        with pytest.raises(RuntimeError, match="derivative for drot::.*pack24 is not implemented"):
+            result.sum().backward()
