@@ -9,7 +9,10 @@ from drot.core.version import __version__
 #: public name -> the module that defines it, which is imported at first use: `import drot` and `drot --help`
 #: need no torch
 _PUBLIC = {
+    "BrokenModelError": "drot.core.errors",
     "CalibrationConfig": "drot.config",
+    "ComparedModel": "drot.reporting.compare",
+    "Comparison": "drot.reporting.compare",
     "DEMO": "drot.reporting.demo",
     "FinetuneConfig": "drot.config",
     "FinetuneResult": "drot.finetuning.finetune",
@@ -22,6 +25,7 @@ _PUBLIC = {
     "RotationConfig": "drot.config",
     "SensitivityResult": "drot.pipeline.sensitivity",
     "Sparsity": "drot.config",
+    "SweepResult": "drot.reporting.sweep",
     "UserError": "drot.core.errors",
     "apply_artifact": "drot.checkpoint.artifact.apply",
     "compare": "drot.reporting.compare",
@@ -30,10 +34,12 @@ _PUBLIC = {
     "export_artifact": "drot.checkpoint.artifact.export",
     "finetune": "drot.finetuning.finetune",
     "load": "drot.checkpoint.load",
+    "measure_speed": "drot.evaluation.speed",
     "prune": "drot.pipeline.prune",
     "report": "drot.reporting.write",
     "sample": "drot.pipeline.own_text",
     "sensitivity": "drot.pipeline.sensitivity",
+    "sweep": "drot.reporting.sweep",
 }
 
 __all__ = ["__version__", "ops", *sorted(_PUBLIC)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
-from drot.checkpoint.tables import distinct_figures, finetune_line, measured, short_source
+from drot.checkpoint.tables import distinct_figures, finetune_line, measured, short_source, short_task
 from drot.core.errors import quoted
 from drot.core.files import new_file
 from drot.core.hub import HUB_NAME
@@ -141,7 +141,7 @@ def _results(manifest: CheckpointManifest) -> Iterator[Any]:
         window = {"window_length": entry.seqlen}
         figures = [
             *(("perplexity", Path(text).name, value, window) for text, value in entry.perplexity.items()),
-            *(("accuracy", task, value, None) for task, value in entry.tasks.items()),
+            *(("accuracy", short_task(task), value, None) for task, value in entry.tasks.items()),
         ]
         for metric, dataset, value, arguments in figures:
             if value is not None:

@@ -65,6 +65,12 @@ def short(name: str) -> str:
     return Path(name).name if name.count("/") > 1 or Path(name).is_absolute() else name
 
 
+def short_task(task: str) -> str:
+    """The name of a task, with `short` of the text behind `own:`."""
+    kind, _, text = task.partition(":")
+    return f"{kind}:{short(text)}" if text else task
+
+
 def short_source(source: str) -> str:
     """`short` of a text, or of each of several with their shares."""
     return ",".join(short(part) for part in source.split(","))
@@ -225,7 +231,7 @@ def evaluation_figures(entry: EvaluationRecord) -> Iterator[tuple[str, str]]:
     for text, agreement in entry.agreement.items():
         yield f"next tokens as {short(entry.against or '')} on {short(text)}", f"{agreement.equal_tokens:.1%}"
     for task, value in entry.tasks.items():
-        yield f"accuracy in {task}", finite(value, ".2%")
+        yield f"accuracy in {short_task(task)}", finite(value, ".2%")
 
 
 def _opens_as(manifest: CheckpointManifest) -> str:

@@ -9,6 +9,9 @@ from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal
 from drot.core.hashes import DIGEST, FileRecord, digest_fits
 from drot.core.reading import read_json
 
+#: what `drot report` writes into the folder unless it is told another file; no hash of it is recorded
+REPORT = "report.html"
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -61,4 +64,5 @@ def _verification(
     """own: the files that hold the hashes. damaged: what is wrong with those."""
     damaged = damaged | compare(folder, files)
     known = {*files, *own}
-    return Verification(sorted(known), damaged, sorted(files_in(folder) - known - set(damaged)))
+    unknown = files_in(folder) - known - set(damaged) - {REPORT}
+    return Verification(sorted(known), damaged, sorted(unknown))

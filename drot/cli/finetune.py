@@ -33,8 +33,8 @@ SETTINGS = [
 
 
 #: a number of tokens, as in 10M
-COUNT = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kMG]?)")
-UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+COUNT = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kKmMgG]?)")
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def finetune(
@@ -95,7 +95,7 @@ def sequences_of(tokens: str, model: str, text: CalibrationConfig) -> int:
     if text.nsamples != DEFAULT.text.nsamples:
         raise UserError("`tokens` sets `nsamples`: leave one or the other out")
     match = COUNT.fullmatch(tokens)
-    count = float(match["number"]) * UNITS[match["unit"]] if match else 0.0
+    count = float(match["number"]) * UNITS[match["unit"].upper()] if match else 0.0
     if count < 1:
         raise UserError(f"`tokens` must be a number of tokens, as in 10M; got {tokens!r}")
     return math.ceil(count / (text.seqlen or default_seqlen(positions_of(load_config(model)))))

@@ -111,7 +111,8 @@ def _verify(folder: Path, as_json: bool) -> None:
             print_line(f"{name} is not listed in drot.json, and no model is loaded from it")
     if found.damaged:
         extra = [name for name, problem in found.damaged.items() if problem == EXTRA]
-        advice = ["copy them again"] * (len(extra) < len(found.damaged))
+        changed = "copy them again, or record a change of your own with --accept"
+        advice = [changed] * (len(extra) < len(found.damaged))
         advice += ["remove the extra files, which drot did not write"] * bool(extra)
         raise UserError(
             f"{len(found.damaged)} of {len(found.files)} files in {folder} are not as drot wrote them: "

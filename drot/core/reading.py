@@ -62,7 +62,7 @@ def check_regular(file: str | os.PathLike[str], largest: int | None = None) -> N
     try:
         found = os.stat(file)
     except FileNotFoundError:
-        raise UserError(f"{file} does not exist: copy it again, or name another") from None
+        raise UserError(f"{file} does not exist: name another, or copy it") from None
     except OSError as error:
         raise UserError(f"cannot read {shortened(str(file))}: {error.strerror}") from None
     if largest is not None and found.st_size > largest:

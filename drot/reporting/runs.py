@@ -17,7 +17,7 @@ from drot.checkpoint.records import (
     RotationRecord,
     TrainingRecord,
 )
-from drot.checkpoint.tables import gap_closed, short
+from drot.checkpoint.tables import gap_closed, short, short_task
 from drot.config import Recipe
 
 #: before and after the rotation
@@ -211,7 +211,8 @@ def measurements(run: Run) -> list[Measured]:
 def tasks(run: Run) -> dict[str, float]:
     """Task → the latest accuracy of the run."""
     entries = run.manifest.evaluations
-    return {task: value for entry in entries for task, value in entry.tasks.items() if value is not None}
+    found = (each for entry in entries for each in entry.tasks.items())
+    return {short_task(task): value for task, value in found if value is not None}
 
 
 def _latest(run: Run) -> dict[_Key, EvaluationRecord]:

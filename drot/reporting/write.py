@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from drot.checkpoint.tables import short
+from drot.checkpoint.verify import REPORT
 from drot.config import matches
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
@@ -20,7 +21,6 @@ from drot.reporting.drawing import PACKAGE, Chart, installed
 from drot.reporting.runs import Run, measurements, read_run
 
 #: name of the page in the folder of a run
-PAGE = "report.html"
 #: most linears in a page without a choice; each takes about 60 KB and a quarter of a second
 MOST_LINEARS = 14
 TEMPLATES = Path(__file__).parent / "templates"
@@ -59,9 +59,9 @@ def report(
     if not installed():
         raise UserError(f"a report needs the package matplotlib: pip install '{PACKAGE}'")
     run = read_run(Path(folder))
-    out = Path(folder) / PAGE if out is None else Path(out)
+    out = Path(folder) / REPORT if out is None else Path(out)
     if out.is_dir():
-        raise UserError(f"`out` must be a file, got the folder {out}: name a file in it ({out}/{PAGE})")
+        raise UserError(f"`out` must be a file, got the folder {out}: name a file in it ({out}/{REPORT})")
     check_writable(out)
     chosen, about = _chosen(run, linears)
     by_linear: dict[str, list[Chart]] = {}

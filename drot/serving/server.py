@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import uvicorn
@@ -218,7 +219,10 @@ class Served:
     def run(self, listening: socket.socket) -> None:
         """Answers requests until SIGINT or SIGTERM, which is then raised again."""
         config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=GRACE)
-        uvicorn.Server(config).run(sockets=[listening])
+        server = uvicorn.Server(config)
+        # uvicorn logs the traceback of each answer that it ends after GRACE
+        getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
+        server.run(sockets=[listening])
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ EVALUATION = made_evaluation(
     seqlen=64,
     against="someone/dense",
     agreement={"some/where/wiki.txt": made_agreement()},
-    tasks={"piqa": 0.75},
+    tasks={"piqa": 0.75, "own:/some/where/wiki.txt": 0.5},
 )
 
 
@@ -102,12 +102,17 @@ def test_figures_and_base_model(tmp_path):
     written = ModelCard.load(folder / "README.md")
     assert written.data.base_model == "someone/dense"
     found = {(r.metric_type, r.dataset_name, r.metric_value) for r in written.data.eval_results}
-    assert found == {("perplexity", "wiki.txt", 5.25), ("accuracy", "piqa", 0.75)}
+    assert found == {
+        ("perplexity", "wiki.txt", 5.25),
+        ("accuracy", "piqa", 0.75),
+        ("accuracy", "own:wiki.txt", 0.5),
+    }
     for line in (
         "| perplexity on wiki.txt, windows of 64 tokens | 5.250 | float32, 2026-01-02 |",
         "| perplexity on other.txt, windows of 64 tokens | not finite | float32, 2026-01-02 |",
         "| next tokens as someone/dense on wiki.txt | 90.0% | float32, 2026-01-02 |",
         "| accuracy in piqa | 75.00% | float32, 2026-01-02 |",
+        "| accuracy in own:wiki.txt | 50.00% | float32, 2026-01-02 |",
         "drot prune someone/dense --recipe drot.json --out FOLDER",
     ):
         assert line in written.text

@@ -153,8 +153,9 @@ def test_verify_names_every_file(copy, capsys):
     (copy / third).write_bytes((copy / third).read_bytes()[:50])
     (copy / "README.md").write_text("my card")
     (copy / "notes.txt").write_text("mine")
+    (copy / "report.html").write_text("as drot report writes it")
     status, lines, error = verify(capsys, copy)
-    assert status == 2 and "4 of" in error
+    assert status == 2 and "4 of" in error and "record a change of your own with --accept" in error
     assert lines[0] == "README.md has 7 bytes, not 6"
     assert lines[1] == f"{first} has another SHA-256"
     assert lines[2] == f"{second} is missing"

@@ -432,6 +432,7 @@ def test_a_warm_up_must_end_before_the_training():
         ),
         (["--text", "a.txt,a.txt"], "--text with several texts must name each once"),
         (["--tokens", "10M", "--nsamples", "5"], "--tokens sets --nsamples: leave one or the other out"),
+        (["--tokens", "3T"], "--tokens must be a number of tokens, as in 10M; got '3T'"),
         (["--tokens", "many"], "--tokens must be a number of tokens, as in 10M; got 'many'"),
         (["--tokens", "0"], "--tokens must be a number of tokens"),
         (["--text", "nothing.txt"], "--text must be c4, wikitext2, a dataset on the hub"),
@@ -458,7 +459,7 @@ def test_the_command(capsys, tmp_path):
     assert cli.run(["info", str(tmp_path / "out")]) == 0
     assert "fine-tuning LoRA r 8" in " ".join(capsys.readouterr().out.split())
     full = ["finetune", str(tmp_path / "p"), "--text", CALIBRATION.source, "--held-out", "2", "--full"]
-    full += ["--tokens", "0.25k", "--seqlen", "64", "--out", str(tmp_path / "full"), "--device", "cpu"]
+    full += ["--tokens", "0.25K", "--seqlen", "64", "--out", str(tmp_path / "full"), "--device", "cpu"]
     assert cli.run(full) == 0
     assert "all kept weights, lr 5e-05, 4 steps, 4 x 64 tokens" in capsys.readouterr().out
     sample = tmp_path / "text.txt"

@@ -215,6 +215,8 @@ def test_the_reference_has_every_public_name() -> None:
     documented = re.findall(r"^::: (\S+)\.(\w+)$", page, flags=re.MULTILINE)
     assert all(hasattr(importlib.import_module(module), name) for module, name in documented)
     names = {name for _, name in documented}
+    python = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: \S+\.(\w+)$", python, flags=re.MULTILINE)) <= set(drot.__all__)
     assert {name for name in drot.__all__ if name not in ("__version__", "ops")} <= names
     assert {
         name for name in dir(drot.ops) if callable(getattr(drot.ops, name)) and not name.endswith("_ref")
