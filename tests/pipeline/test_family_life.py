@@ -80,7 +80,8 @@ def test_a_fused_module_with_a_dense_slice_stays_dense(tmp_path):
     assert named == slices
     opened, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert torch.equal(opened(TOKENS).logits, result.model(TOKENS).logits)
+    # the opened model is fused, whose norms round differently
+    torch.testing.assert_close(opened(TOKENS).logits, result.model(TOKENS).logits, rtol=1e-5, atol=1e-5)
     sizes = sizes_of(DecoderModel(small_model("phi3")), *TOKENS.shape)
     estimated, _ = disk_needs(sizes, result.manifest.recipe, torch.float32)
     assert 0 <= weight_bytes(out) - estimated < 6000  # the headers
