@@ -246,16 +246,19 @@ def headline() -> str:
     """Each model and text of the rows `records`: what drot's parts add, as medians of the seeds."""
     recipes = (PLAIN, SOLVER, DEFAULT, BEST)
     rows = read("records", *OF_RECORDS)
-    rows = [row for row in rows if row["recipe"] in (*recipes, BEST_OF_OWN)]
-    cases: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
+    cases: dict[tuple[str, str, str, str], dict[str, list[Row]]] = {}
+    of_own: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        case = cases.setdefault((row["model"], row["calibration"], row["text"]), {})
-        case.setdefault(row["recipe"], []).append(row)
+        if row["recipe"] in recipes:
+            case = cases.setdefault((row["model"], row["calibration"], row["tokens"], row["text"]), {})
+            case.setdefault(row["recipe"], []).append(row)
+        if row["recipe"] == BEST_OF_OWN:
+            of_own.setdefault((row["model"], row["calibration"], row["text"]), []).append(row)
     body, used = [], []
-    for (model, calibration, text), found in cases.items():
+    for (model, calibration, _, text), found in cases.items():
         if not found.keys() >= set(recipes):
             continue
-        own = cases.get((model, f"{calibration} + own", text), {}).get(BEST_OF_OWN, [])
+        own = of_own.get((model, f"{calibration} + own", text), [])
         used += itertools.chain(*(found[recipe] for recipe in recipes), own)
         dense = statistics.median(float(row["dense"]) for row in found[PLAIN])
         pruned = [
