@@ -219,10 +219,16 @@ class Served:
     def run(self, listening: socket.socket) -> None:
         """Answers requests until SIGINT or SIGTERM, which is then raised again."""
         config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=GRACE)
-        server = uvicorn.Server(config)
-        # uvicorn logs the traceback of each answer that it ends after GRACE
-        getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
-        server.run(sockets=[listening])
+        server, log = uvicorn.Server(config), getLogger("uvicorn.error")
+
+        def runs(record: object) -> bool:  # of an answer that ends after GRACE uvicorn logs the traceback
+            return not server.should_exit
+
+        log.addFilter(runs)
+        try:
+            server.run(sockets=[listening])
+        finally:
+            log.removeFilter(runs)  # another server of this process may follow
 
 
 @contextlib.contextmanager
