@@ -112,6 +112,8 @@ def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str
     """
     old, new = dict(_fields(before)), dict(_fields(json.loads(json.dumps(now))))
     changed = [key for key in {**old, **new} if old.get(key, "no value") != new.get(key, "no value")]
+    if any(key.startswith("recipe.calibration.") for key in changed):  # other tokens follow from that
+        changed = [key for key in changed if key not in ("calibration", "distillation")]
     return ", ".join(
         f"{IN_WORDS.get(key, key.removeprefix('recipe.'))}: {old.get(key, 'no value')} in {where}, "
         f"{new.get(key, 'no value')} {here}"

@@ -2,7 +2,7 @@
 
 Results go to stdout, progress and errors to stderr. The exit status is 0 for success, 1 for a fault of drot
 (--debug shows the traceback), a model without a finite loss or one that fails `drot eval --fail-above`, 2 for
-a mistake of the user, 130 after Ctrl-C, and 143 after SIGTERM.
+a mistake of the user, 130 after Ctrl-C, 141 where stdout was closed, as by `| head`, and 143 after SIGTERM.
 """
 
 import errno
@@ -30,6 +30,8 @@ add_commands(app)
 SHARED = ("prune", "finetune", "run")
 #: exit status after Ctrl-C
 INTERRUPTED = 130
+#: exit status where the program that reads stdout has ended
+CLOSED = 128 + signal.SIGPIPE
 #: exit status after SIGTERM, which `kill`, `docker stop` and job schedulers send
 TERMINATED = 128 + signal.SIGTERM
 
@@ -71,6 +73,8 @@ def run(arguments: list[str]) -> int:
         status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
     except ToldElsewhere:
         return 2
+    except SystemExit:  # of typer and rich, which cannot write to stdout
+        return CLOSED
     except Exception as error:
         status, message = describe(error, debug, command=next(iter(arguments)))
         if debug:

@@ -68,12 +68,12 @@ def show_needs(
         together["training together"] = (
             f"about {size} for the kept weights of all layers; left out where there is less"
         )
+    or_all = "" if needs.tokens_known else ", or all of a shorter text"
     facts = {
         "model": needs.model,
         "result": f"{needs.recipe.format}, {needs.save_dtype}",
         "computed": f"in {needs.dtype} on {f'{needs.gpus} ranks, each on ' if shared else ''}{needs.device}",
-        "calibration": f"{needs.tokens:,} tokens, or all of a shorter text; "
-        f"{needs.training_tokens:,} train the rotations",
+        "calibration": f"{needs.tokens:,} tokens{or_all}; {needs.training_tokens:,} train the rotations",
         "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of what "
         "OUT.partial holds while the run lasts",
         **of_rotations,

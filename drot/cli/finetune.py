@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,13 @@ def finetune(
     device: str = "auto",
     **settings: Any,
 ) -> None:
-    """Fine-tune the pruned model DIR by LoRA or in full. Its zeros stay zeros, and its format stays.
+    """Fine-tune the pruned MODEL by LoRA or in full. Its zeros stay zeros, and its format stays.
 
     Example: drot finetune llama-2of4 --out llama-2of4-tuned --text wikitext2
 
     Arguments:
-        model DIR: A checkpoint that drot prune wrote, or a model pruned by another program.
+        model MODEL: A checkpoint that drot prune wrote, or a model pruned by another program: a folder, or a
+            name on the Hugging Face hub.
     Training:
     Text:
         tokens COUNT: Tokens to train on, as in 10M, in place of --nsamples. They are cut into sequences of
@@ -82,6 +84,12 @@ def finetune(
     else:
         print_line(finetune_line(result.manifest.finetune[-1]))
         print_line(f"Saved to {out}")
+        print_line("Next:")
+        folder = shlex.quote(str(out))
+        if config.keep_adapter:
+            print_line(f"  peft.PeftModel.from_pretrained(drot.load({model!r}), {str(out)!r})  # in Python")
+        else:
+            print_line(f"  drot eval {folder}  # its perplexity on wikitext2")
 
 
 def sequences_of(tokens: str, model: str, text: CalibrationConfig) -> int:

@@ -9,6 +9,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,11 @@ from drot.cli.log import FORMS, Form
 from drot.cli.messages import flag, in_options
 from drot.config import SEQLEN, CalibrationConfig, WeightFormat
 from drot.config.settings import description_of, fields_of
+from drot.core.checks import path_exists
+from drot.core.hub import check_name
+from drot.core.torchrun import rank
 from drot.core.validation import choices_of, members_of
+from drot.text.names import check_sources, check_text
 
 #: the sources of a text, for the help of --calibration and --text
 SOURCES = description_of(CalibrationConfig, "source")
@@ -48,6 +53,25 @@ SHARED = {
     ),
     "text_column": ("", description_of(CalibrationConfig, "text_column")),
     "as_json": ("", "Print the result as one JSON object on stdout. Infinity and NaN become null."),
+}
+
+
+def check_checkpoint(folder: str) -> None:
+    """Raises UserError if there is no such folder."""
+    if not path_exists(Path(folder)):
+        from drot.checkpoint.manifest import read_any_manifest
+
+        read_any_manifest(folder)
+
+
+#: Form of a value → what checks it before torch and transformers are imported, which takes seconds
+CHECKS: dict[str, Callable[[str], None]] = {
+    "DIR": check_checkpoint,
+    "MODEL": check_name,
+    "MODEL...": check_name,
+    "[c4|own|ORG/NAME|PATH]": check_sources,
+    "[c4|ORG/NAME|PATH]": check_sources,
+    "[ORG/NAME|PATH]": lambda text: check_text(text, "test"),
 }
 SECTION = re.compile(r"^(\w+):\n", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}(\w+)(?: (\S+))?:((?:.*\n)(?: {8}.*\n)*)", re.MULTILINE)
@@ -107,7 +131,8 @@ PROGRESS = [
         autocompletion=lambda: list(FORMS),
         rich_help_panel="Run",
         help="Progress on stderr. auto: bars on a terminal, otherwise lines. json: one JSON object a line, "
-        "with the seconds since the start, phase, layer, layers, step, steps and loss. none: no progress.",
+        "with the seconds since the start, phase, layer, layers, step, steps, loss and the name of the model "
+        "among several; a step of reading and tokenising is a character. none: no progress.",
     ),
 ]
 
@@ -146,6 +171,7 @@ def command_of(
     others = {option.name for option in acting}  # typer passes their defaults all the same
 
     def run(**values: Any) -> None:
+        _check_names(parameters, values)
         function(**{name: value for name, value in values.items() if name not in others})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -156,6 +182,19 @@ def command_of(
     assert isinstance(command, Command)
     command.first = first
     return command
+
+
+def _check_names(parameters: Sequence[inspect.Parameter], values: dict[str, Any]) -> None:
+    """Raises UserError if a value is to be the name of a model or of a text, and is not.
+
+    The other ranks of a run need not have its texts.
+    """
+    for parameter in parameters if not rank() else ():
+        shown = getattr(parameter.annotation, "__metadata__", [None])[0]
+        if check := CHECKS.get(getattr(shown, "metavar", None) or ""):
+            value = values[parameter.name]
+            for each in value if isinstance(value, list | tuple) else filter(None, [value]):
+                check(str(each))
 
 
 def panel_of(option: inspect.Parameter) -> str:

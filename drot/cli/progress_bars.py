@@ -81,7 +81,7 @@ def words(event: ProgressEvent) -> str:
     A layer has its number, as in the names of tensors, and its place, which counts from 1.
     """
     phase = PHASES[event.phase]
-    text = phase.doing
+    text = f"{event.name}: {phase.doing}" if event.name else phase.doing
     if phase.unit == "character":
         return text + _characters(event.steps if event.phase == "tokenize" else event.step)
     if phase.layers and event.layers:

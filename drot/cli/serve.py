@@ -39,7 +39,7 @@ def serve(
         sequential: Generate one request at a time. An answer then does not depend on other requests, and
             requests can name a seed. Without it, requests are generated in one batch.
         cache_tokens: Tokens of all requests of the batch together for which keys and values are kept.
-            Default: what fits in the memory of a GPU, 16384 on a CPU.
+            It is rounded up to a multiple of 256. Default: what fits in the memory of a GPU, 16384 on a CPU.
         compile: With --sequential: compile the step that generates a token, which takes 5 to 20 seconds at
             the start. Where it is not possible, drot says so and serves without.
     Run:

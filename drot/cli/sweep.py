@@ -70,20 +70,29 @@ def sweep(
         print_sweep(result)
 
 
+def _short(heading: str) -> str:
+    """The heading of a column, as in `gap closed /data/a.txt`, with the last part of a path alone."""
+    measure, _, path = heading.partition("/")
+    return measure + path.rpartition("/")[2] if measure.endswith((" ", ":")) else heading
+
+
 def print_sweep(result: "SweepResult") -> None:
     """Prints a table with a row for each cell, the skipped combinations, and the written files."""
     forms = {"perplexity": ".3f", "dense": ".3f", "gap": ".0%", "accuracy": ".1%", "seconds": ".1f"}
+    heads = {heading: _short(heading) for heading in result.rows[0]}
+    if len(set(heads.values())) < len(heads):  # two texts whose files have one name
+        heads = {heading: heading for heading in heads}
     rows = []
     for row in result.rows:
         cells = {field: str(row[field]) for field in result.fields}
         for heading, value in row.items():
             if (kind := heading.split()[0]) in forms:
-                cells[heading] = number(value, forms[kind])
+                cells[heads[heading]] = number(value, forms[kind])
         rows.append(cells)
     print_table(Table("Sweep", rows), texts=0)
     for each in result.skipped:
         if each.refused:
-            print_line(f"Not run: {each.label}: {each.reason.replace('`', '')}")
+            print_line(f"Not run: {each.label}: {each.reason}")
     if same := sum(not each.refused for each in result.skipped):
         print_line(f"{same} combinations are not run because their run is that of another cell")
     before = len(result.rows) - result.computed

@@ -57,6 +57,7 @@ class ProgressEvent:
     loss: the objective at that step, entropy or pruned importance, as the mean over the layers; the error on
         held-out sequences in the phase `recover`, and the loss of a token in the phases `distill` and
         `finetune`.
+    name: the model, in a run over several models; "" in others.
     """
 
     phase: str
@@ -65,6 +66,7 @@ class ProgressEvent:
     step: int = 0
     steps: int = 0
     loss: float | None = None
+    name: str = ""
 
 
 class Progress(Protocol):

@@ -4,14 +4,26 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
 
 #: the name of a model on the hub: MODEL or OWNER/MODEL
 HUB_NAME = re.compile(r"(?=.{1,96}$)(\w[\w.-]*/)?\w[\w.-]*")
 #: seconds in which the hub must answer
 PATIENCE = 5.0
+
+
+def check_name(model: str) -> None:
+    """Raises UserError if `model` is neither a folder nor a file, and no name on the hub. Asks nobody.
+
+    A GGUF file has the folder, or the name on the hub, in front of its own name.
+    """
+    owner = model.rpartition("/")[0] if model.endswith(".gguf") else model
+    if not (path_exists(Path(owner)) or HUB_NAME.fullmatch(owner)):
+        raise UserError(f"there is no such folder: {shortened(model)}")
 
 
 @contextlib.contextmanager

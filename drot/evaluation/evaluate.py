@@ -1,6 +1,7 @@
 """Perplexity, agreement with a dense original, and accuracy in tasks, for one model or several."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 from drot.checkpoint.load import load_tokenizer
 from drot.checkpoint.manifest import Manifest, find_manifest
 from drot.checkpoint.opening import load_config
+from drot.checkpoint.tables import short
 from drot.config import default_seqlen
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import BrokenModelError, UserError
@@ -124,11 +126,12 @@ def evaluate(
         seqlen=seqlen, device=target, against=original, task_names=tasks, tasks=prepare_tasks(tasks),
         task_options=options, progress=progress,
     )  # fmt: skip
-    progress(ProgressEvent(phase="load"))
     dtype = str(computing_dtype(dtype, target))
     dense: OpenModel | None = None
     results = []
     for name in names:
+        told = _naming(name, progress) if len(names) > 1 else progress
+        told(ProgressEvent(phase="load"))
         whole = dense is not None and dense.weights is None
         needed = [name] if original is None or whole else [name, original]
         streamed = stream or must_stream(needed, dtype, target)
@@ -137,8 +140,9 @@ def evaluate(
             dense = open_model(original, dtype, streamed=streamed)
         with _named(name):  # the model is in memory during this call only
             figures = measure(
-                open_model(name, dtype, streamed=streamed), name, tokenizers[name], texts[name], setup, dense
-            )
+                open_model(name, dtype, streamed=streamed), name, tokenizers[name], texts[name],
+                dataclasses.replace(setup, progress=told), dense,
+            )  # fmt: skip
         if record:
             record_figures(name, figures if limit is None else figures | NO_TASKS)
         results.append(figures)
@@ -151,6 +155,11 @@ def _configs(names: Sequence[str], stream: bool) -> dict[str, Any]:
     for config in configs.values() if stream else ():
         family_of(config)
     return configs
+
+
+def _naming(model: str, progress: Progress) -> Progress:
+    """`progress`, whose events name a model."""
+    return lambda event: progress(dataclasses.replace(event, name=short(model)))
 
 
 @contextlib.contextmanager

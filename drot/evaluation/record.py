@@ -15,7 +15,8 @@ from drot.checkpoint.records import EvaluationRecord
 from drot.core.errors import UserError
 from drot.evaluation.choices import OWN, task_names
 from drot.machine.environment import versions
-from drot.text.source import SPLITS, calibration_hash
+from drot.text.names import SPLITS
+from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from drot.checkpoint.load import load_tokenizer
 from drot.checkpoint.records import PlaceOfStates
 from drot.checkpoint.size import size_text
 from drot.checkpoint.source import gguf_file
@@ -28,7 +29,8 @@ from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.states import place_of_states
 from drot.pipeline.validation import check_seqlen
 from drot.pipeline.work import measured_rate, run_work, seconds_at
-from drot.text.source import OWN, check_sources, tokens_of
+from drot.text.names import OWN, are_files, check_sources
+from drot.text.source import load_calibration, tokens_of
 
 #: share of the memory that a run may take by its estimate: CUDA itself takes some, and the estimate is rough
 USED_SHARE = 0.9
@@ -42,6 +44,7 @@ class RunNeeds:
 
     dtype, save_dtype: dtypes of the computation and of the saved weights.
     tokens: calibration tokens that are read. training_tokens: those that train the rotations.
+    tokens_known: whether the text has as many tokens; otherwise it may have fewer.
     checkpoint, partial: bytes on the disk of the result, and of what lies beside it until the run ends.
     rotations_file: bytes of a file of `save_rotations_to`.
     gpus: ranks that share the run, all on this machine.
@@ -60,6 +63,7 @@ class RunNeeds:
     dtype: str
     save_dtype: str
     tokens: int
+    tokens_known: bool
     training_tokens: int
     checkpoint: int
     partial: int
@@ -84,10 +88,15 @@ def run_needs(
     rotations: Path | None = None,
     format: str = "dense",
     gpus: int = 1,
+    nsamples: int | None = None,
 ) -> RunNeeds:
-    """What `drot.prune` with the same arguments would do and need. Loads no weights and reads no text.
+    """What `drot.prune` with the same arguments would do and need. Loads no weights.
 
-    gpus: how many ranks share the run. Of the file `rotations` it reads the shapes alone.
+    It reads the calibration text, to count its tokens, if all of it lies in local files. Of the file
+    `rotations` it reads the shapes alone.
+
+    gpus: how many ranks share the run.
+    nsamples: the sequences of the calibration, where they are known. The text is then not read.
 
     Raises UserError for what does not fit, as `drot.prune` does before it reads the text.
     """
@@ -98,10 +107,14 @@ def run_needs(
     resolved, first, text = planned.recipe, planned.device, planned.recipe.calibration
     own = planned.config.dtype or torch.float32
     chosen, saved = _dtype(computing_dtype(chosen, first), own), _dtype(saved, own)
-    nsamples = text.nsamples if resolved.reads_calibration else 0
-    if nsamples:
+    known = not resolved.reads_calibration or nsamples is not None
+    if not resolved.reads_calibration:
+        nsamples = 0
+    elif nsamples is None:
         check_seqlen(text.seqlen, planned.config)
         check_sources(text.source)
+        known = are_files(text.source) and not isinstance(model, PreTrainedModel)
+        nsamples = len(load_calibration(text, load_tokenizer(model))) if known else text.nsamples
     sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen
@@ -129,6 +142,7 @@ def run_needs(
         dtype=dtype_name(chosen),
         save_dtype=dtype_name(saved),
         tokens=sizes.tokens,
+        tokens_known=known,
         training_tokens=training if trains else 0,
         checkpoint=checkpoint,
         partial=partial,
@@ -189,15 +203,16 @@ def fitted(
     """
     on_cpu = not is_gpu(pick_device(device))
 
-    def needs_of(changes: dict[str, Any]) -> tuple[RunNeeds, int]:
-        needs = run_needs(model, recipe.replace(**changes), device=device, **options)
+    def needs_of(changes: dict[str, Any], nsamples: int | None = None) -> tuple[RunNeeds, int]:
+        needs = run_needs(model, recipe.replace(**changes), device=device, nsamples=nsamples, **options)
         of_device = max(needs.device_memory, needs.distillation)
         return needs, needs.gpus * of_device + needs.main_memory if on_cpu else of_device
 
     needs, asked = needs_of({})
+    nsamples = needs.tokens // needs.recipe.calibration.seqlen
     tried = {}
     for changes in _lower(needs.recipe, fixed, offloads=not on_cpu):
-        needed = needs_of(changes)[1] if changes else asked
+        needed = needs_of(changes, nsamples)[1] if changes else asked
         if needed <= USED_SHARE * memory:
             return Fitted(recipe.replace(**changes), changes, asked, needed)
         tried[needed] = changes

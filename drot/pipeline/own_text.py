@@ -21,7 +21,8 @@ from drot.machine.devices import computing_dtype, free_memory, is_gpu, parse_dty
 from drot.machine.memory import available_memory, return_free_memory
 from drot.model.sizes import head_shape, positions_of
 from drot.pipeline.sizes import without_weights
-from drot.text.source import OWN, tokens_of
+from drot.text.names import OWN
+from drot.text.source import tokens_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,8 @@ from drot.pipeline.batches import held_out_sequences
 from drot.pipeline.own_text import write_own_text
 from drot.pipeline.validation import check_each_has_a_sequence, check_seqlen, check_tokens
 from drot.text.further import load_further
-from drot.text.source import as_token_ids, check_sources, load_calibration
+from drot.text.names import check_sources
+from drot.text.source import as_token_ids, load_calibration
 
 logger = logging.getLogger("drot")
 

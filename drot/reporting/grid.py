@@ -158,7 +158,7 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
             recipe = base.replace(**values)
             cell = Cell(recipe, resolve(recipe))
         except UserError as error:
-            skipped.append(Skipped(label, str(error)))
+            skipped.append(Skipped(label, str(error).replace("`", "")))
             continue
         key = str(effective(cell.resolved))
         if key in cells:

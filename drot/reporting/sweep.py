@@ -109,7 +109,7 @@ def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell]
             check_recipe(config, resolved)
             cells.append(Cell(cell.recipe, resolved))
         except UserError as error:
-            refused.append(Skipped(cell.label(grid.fields), str(error)))
+            refused.append(Skipped(cell.label(grid.fields), str(error).replace("`", "")))
     return cells, refused
 
 

@@ -20,7 +20,6 @@ from drot.reporting.charts import charts_of, linear_charts
 from drot.reporting.drawing import PACKAGE, Chart, installed
 from drot.reporting.runs import Run, measurements, read_run
 
-#: name of the page in the folder of a run
 #: most linears in a page without a choice; each takes about 60 KB and a quarter of a second
 MOST_LINEARS = 14
 TEMPLATES = Path(__file__).parent / "templates"
@@ -50,7 +49,7 @@ def report(
 
     Args:
         folder: a folder that `drot.prune` wrote.
-        out: the file of the page. None is `report.html` in the folder.
+        out: the file of the page, whose name ends in .html. None is `report.html` in the folder.
         linears: patterns of the linears to show, such as `layers.0.*` or `q_proj`. Without a pattern: all
             linears, or, if there are more than MOST_LINEARS, those of the layer where the rotation changes a
             linear most.
@@ -62,6 +61,8 @@ def report(
     out = Path(folder) / REPORT if out is None else Path(out)
     if out.is_dir():
         raise UserError(f"`out` must be a file, got the folder {out}: name a file in it ({out}/{REPORT})")
+    if out.suffix not in (".html", ".htm"):
+        raise UserError(f"`out` must be an HTML file, as in {REPORT}; got {out}: a browser prints it as PDF")
     check_writable(out)
     chosen, about = _chosen(run, linears)
     by_linear: dict[str, list[Chart]] = {}

@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import HTTPException
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, field_validator, model_validator
 
 from drot.core.checks import shortened
 
@@ -36,7 +36,7 @@ class Completion(Part):
     echo: Literal[False] | None = None
     logprobs: Literal[False, 0] | None = None
     top_logprobs: Literal[0] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: float | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     modalities: list[Literal["text"]] | None = None
     tool_choice: Literal["auto"] | None = None
@@ -47,6 +47,13 @@ class Completion(Part):
     generation_config: None = None
     prediction: None = None
     web_search_options: None = None
+
+    @field_validator("presence_penalty")
+    @classmethod
+    def _has_no_presence_penalty(cls, value: float | None) -> float | None:
+        if value:
+            raise ValueError("must be 0 or left out, since transformers has no such penalty")
+        return value
 
 
 class TextPart(Part):
@@ -68,6 +75,14 @@ class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     tool_calls: list[Call] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _has_texts_alone(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") != "text":
+                raise ValueError(f"must be a text, as nothing else is served; a part is {part.get('type')!r}")
+        return content
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:

@@ -12,7 +12,6 @@ from torch import Tensor
 from drot.core.errors import UserError, quoted
 from drot.text.rows import SEPARATOR, SURROGATE, texts
 
-SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
 #: bytes from which a .txt or .jsonl file is large, and characters that are read of any file
 LARGE = 5_000_000
 #: bytes that are read of a large file for each token that is needed; a token has about 4 characters

@@ -17,15 +17,15 @@ MESSAGES = "messages"
 
 def texts(rows: Iterable[Any], text_column: str, source: str, tokenizer: Any) -> Iterator[str]:
     """The text of every row. Rows whose text is null, as for removed documents, are left out."""
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, 1):
         column, text = text_column, row
         if isinstance(row, dict):
             if column == CalibrationConfig.text_column and column not in row and MESSAGES in row:
                 column = MESSAGES
             if column not in row:
                 raise UserError(
-                    f"{source} has no column {column!r}; its columns are {', '.join(map(str, row))}: "
-                    "name one of them as `text_column`"
+                    f"{source}, row {number}: there is no column {column!r}; the columns are "
+                    f"{', '.join(map(str, row))}: name one of them as `text_column`"
                 )
             text = row[column]
         if _is_chat(text):
@@ -35,7 +35,7 @@ def texts(rows: Iterable[Any], text_column: str, source: str, tokenizer: Any) ->
         elif text is not None:
             where = f"column {column!r}" if isinstance(row, dict) else "a row"
             raise UserError(
-                f"{source}: {where} must hold text or chats, got {type(text).__name__}: "
+                f"{source}, row {number}: {where} must hold text or chats, got {type(text).__name__}: "
                 "name another column as `text_column`"
             )
 

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,17 @@ import torch
 from torch import Tensor
 
 from drot.config import CalibrationConfig
-from drot.core.checks import path_exists, shortened
+from drot.core.checks import path_exists
 from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
-from drot.text.files import LARGE, SUFFIXES, LargeText, file_rows
+from drot.text.files import LARGE, LargeText, file_rows
 from drot.text.mixture import counts_of, texts_of
+from drot.text.names import ARGUMENT, OWN, hub_arguments, local_file
 from drot.text.rows import SEPARATOR, SURROGATE, texts
 
 logger = logging.getLogger("drot")
 
-#: Source on the hub with a short name → arguments of datasets.load_dataset. A streamed dataset is read row by
-#: row, and only as far as it is needed.
-HUB: dict[str, dict[str, Any]] = {
-    "c4": {"path": "allenai/c4", "data_files": "en/c4-train.00000-of-01024.json.gz", "streaming": True},
-    "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "streaming": False},
-}
-#: any dataset on the hub: org/name, org/name:split or org/name:config:split
-DATASET = re.compile(r"(?P<path>\w[\w.-]*/[\w.-]+)((:(?P<name>[\w.-]+))?:(?P<split>[\w.-]+))?")
-#: Split → the sources on the hub that have it. `train` is for calibration, `test` for evaluation.
-SPLITS = {"train": ("c4", "wikitext2"), "test": ("wikitext2",)}
-#: the source that is a text of the model itself, which the caller has in a file (drot/pipeline/own_text.py)
-OWN = "own"
-#: Split → the argument by which a caller names its source, for error messages.
-ARGUMENT = {"train": "source", "test": "ppl"}
 #: characters between two events `read`
 READ_EVERY = 1 << 20
 
@@ -82,13 +68,6 @@ def tokens_of(source: str, settings: CalibrationConfig, nsamples: int) -> int:
         return 0
     assert settings.seqlen is not None
     return counts_of(list(shares), nsamples)[names.index(source)] * settings.seqlen
-
-
-def check_sources(source: str) -> None:
-    """Raises UserError if one of the texts of a calibration is a file that does not exist. Reads nothing."""
-    for text, _ in texts_of(source):
-        if text != OWN and _hub_arguments(text, "train") is None:
-            _file(text, "train")
 
 
 def spread(parts: list[Tensor]) -> Tensor:
@@ -158,9 +137,9 @@ def _of_own_text(
 
 def large_text(settings: CalibrationConfig, tokenizer: Any, progress: Progress) -> LargeText | None:
     """The source of `settings` if it is a large file; None if it is not. Progress reports it as one text."""
-    if _hub_arguments(settings.source, "train") is not None:
+    if hub_arguments(settings.source, "train") is not None:
         return None
-    path = _file(settings.source, "train")
+    path = local_file(settings.source, "train")
     if path.suffix not in (".txt", ".jsonl") or path.stat().st_size < LARGE:
         return None
     progress(ProgressEvent(phase="tokenize", steps=path.stat().st_size))
@@ -226,9 +205,9 @@ def read_text(
         progress: receives the event `read`, with the number of characters, at the beginning and after every
             READ_EVERY characters.
     """
-    hub = _hub_arguments(source, split)
+    hub = hub_arguments(source, split)
     if hub is None:
-        rows = file_rows(_file(source, split))
+        rows = file_rows(local_file(source, split))
         enough = 0 if max_tokens is None else max(LARGE, 8 * max_tokens)
     else:
         rows = _hub_rows(source, hub, ARGUMENT[split])
@@ -256,16 +235,6 @@ def read_text(
 # ---- from the hub ------------------------------------------------------------------------------------
 
 
-def _hub_arguments(source: str, split: str) -> dict[str, Any] | None:
-    """The arguments of datasets.load_dataset for `source`; None if `source` is no dataset on the hub."""
-    if source in SPLITS[split]:  # ./c4 names a file or a folder c4
-        return HUB[source] | {"split": split}
-    found = DATASET.fullmatch(source)
-    if found is None or path_exists(Path(source)) or Path(source).suffix in SUFFIXES:
-        return None
-    return {"path": found["path"], "name": found["name"], "split": found["split"] or split, "streaming": True}
-
-
 def _hub_rows(source: str, hub: dict[str, Any], argument: str) -> Iterator[Any]:
     """The rows of the dataset that datasets.load_dataset gives for `hub`. Messages name it `argument`."""
     import datasets
@@ -286,21 +255,3 @@ def _hub_rows(source: str, hub: dict[str, Any], argument: str) -> Iterator[Any]:
                 f"cannot read {source} from the hub ({quoted(error)}): name it as org/name:split or "
                 f"org/name:config:split in `{argument}`"
             ) from error
-
-
-# ---- from a file -------------------------------------------------------------------------------------
-
-
-def _file(source: str, split: str) -> Path:
-    path = Path(source)
-    if not path_exists(path) or not path.is_file():
-        raise UserError(
-            f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])}, a dataset on the hub such as "
-            f"org/name:split, or a {', '.join(SUFFIXES)} file; got {shortened(source)}, which "
-            + ("is a folder" if path_exists(path) else "is no such name and no file")
-        )
-    if path.suffix not in SUFFIXES:
-        raise UserError(
-            f"{source}: the file's suffix must be one of {', '.join(SUFFIXES)}; got {path.suffix!r}"
-        )
-    return path

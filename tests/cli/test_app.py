@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -188,6 +189,15 @@ def test_the_list_of_commands_needs_none_of_them(capsys):
     assert "drot.cli.commands" in loaded
 
 
+def test_a_reader_of_stdout_that_has_ended_is_no_fault_of_drot():
+    """As with `drot prune --help | head -1`."""
+    for arguments in (["prune", "--help"], ["info", "--json"]):
+        command = [sys.executable, "-P", "-c", "from drot.cli.app import main; main()", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert (process.stderr.read(), process.wait()) == (b"", 128 + signal.SIGPIPE)
+
+
 def test_help_and_mistakes_import_no_torch(tmp_path):
     """torch takes seconds; an answer that needs no model comes without it."""
     write_manifest(tmp_path, made_manifest())
@@ -199,6 +209,11 @@ def test_help_and_mistakes_import_no_torch(tmp_path):
         ["prune", "m", "--out", "o", "--nsamples", "0"],
         ["prune", "m", "--out", "o", "--rotation", "none", "--lr", "1"],
         ["eval", "m", "--seqlen", "x"],
+        ["eval", "./nothing"],
+        ["eval", "m", "--against", "a/b/c"],
+        ["eval", "m", "--ppl", "nothing.txt"],
+        ["report", "nothing"],
+        ["prune", "m", "--out", "o", "--calibration", "own,nothing.txt=2"],
         ["info", str(tmp_path)],
     ]
     code = (
@@ -208,5 +223,5 @@ def test_help_and_mistakes_import_no_torch(tmp_path):
     )
     command = [sys.executable, "-P", "-c", code, json.dumps(lines)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    statuses = [0] * (2 + len(COMMANDS)) + [2] * 4 + [0]
+    statuses = [0] * (2 + len(COMMANDS)) + [2] * 9 + [0]
     assert done.stdout.splitlines()[-1] == f"{statuses} set()"

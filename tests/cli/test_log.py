@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from pathlib import Path
 
 import pytest
 from command_output import one_line
@@ -38,9 +39,9 @@ def test_progress_as_json_is_one_object_a_line(runs, capsys):
     assert error == "drot: --lr must be lower"
     found = [json.loads(line, parse_constant=pytest.fail) for line in events]
     assert all(0 <= event.pop("seconds") < 60 for event in found)
-    first = {"phase": "prune", "layer": 0, "layers": 2, "step": 0, "steps": 0, "loss": None}
+    first = {"phase": "prune", "layer": 0, "layers": 2, "step": 0, "steps": 0, "loss": None, "name": ""}
     # step 1 of the training comes too soon after the line before
-    last = {"phase": "rotate", "layer": 1, "layers": 2, "step": 2, "steps": 2, "loss": None}
+    last = {"phase": "rotate", "layer": 1, "layers": 2, "step": 2, "steps": 2, "loss": None, "name": ""}
     assert found == [first, last]
 
 
@@ -54,8 +55,11 @@ def test_wrong_values_are_refused_before_the_run(options, problem, capsys):
 
 
 @pytest.fixture
-def figures(monkeypatch):
-    """Replaces the measurement of `drot eval` by figures of two texts."""
+def figures(monkeypatch, tmp_path):
+    """Replaces the measurement of `drot eval` by figures of two texts, a.txt and b.txt."""
+    monkeypatch.chdir(tmp_path)
+    for text in ("a.txt", "b.txt"):
+        Path(text).touch()
     shown = {"tokens": 1, "windows": 1, "sha256": "0", "split": None}
 
     def evaluate(models, *, ppl, **options):

@@ -1,9 +1,11 @@
 """The recipe that the options of `drot prune` give, and the options that are refused."""
 
+import json
 from typing import get_args
 
 import pytest
 from command_output import one_line
+from transformers import AutoTokenizer
 
 from drot.cli import app as cli
 from drot.cli.commands import imported
@@ -15,6 +17,13 @@ from drot.config.recipe import SECTION_OF, SECTIONS
 from drot.config.settings import description_of, fields_of
 from drot.core.validation import members_of
 from drot.reporting.demo import HELD_OUT, MODEL
+
+
+@pytest.fixture
+def in_folder_with_text(monkeypatch, tmp_path):
+    """The current folder holds a.txt."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
 
 
 def test_defaults_are_those_of_the_recipe(calls, tmp_path):
@@ -109,7 +118,7 @@ def test_the_options_of_a_run_reach_the_pipeline(calls):
         ("--calibration a.txt --text-column body", "--text-column has no effect with a .txt file"),
     ],
 )
-def test_an_option_without_effect_is_refused(calls, capsys, options, message):
+def test_an_option_without_effect_is_refused(calls, capsys, in_folder_with_text, options, message):
     assert cli.run(["prune", "m", "--out", "o", *options.split()]) == 2
     error = one_line(capsys.readouterr().err)
     assert message in error and "leave one or the other out" in error and not calls
@@ -209,7 +218,7 @@ def test_the_users_mistakes(calls, capsys, options, message):
     assert message in one_line(captured.err) and captured.out == "" and not calls
 
 
-def test_a_run_without_calibration_refuses_its_options(calls, capsys):
+def test_a_run_without_calibration_refuses_its_options(calls, capsys, in_folder_with_text):
     text = "prune m --out o --method magnitude --rotation none --nsamples 4"
     assert cli.run(text.split()) == 2
     refused = "--nsamples has no effect with --method magnitude --rotation none, which reads a text only if"
@@ -232,3 +241,22 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path, capsys):
     assert "and as much again on its disk while it is written" in printed and not (tmp_path / "new").exists()
     assert cli.run([*command, "missing.txt"]) == 2
     assert "got 'missing.txt', which is no such name and no file" in one_line(capsys.readouterr().err)
+
+
+def test_a_dry_run_counts_the_tokens_of_a_local_text(tmp_path, capsys):
+    """A text on the hub is not fetched, and may be shorter than what is asked for."""
+    tokens = len(
+        AutoTokenizer.from_pretrained(MODEL)(HELD_OUT.read_text(), add_special_tokens=False).input_ids
+    )
+    command = ["prune", str(MODEL), "--dry-run", "--device", "cpu", "--seqlen", "128", "--nsamples", "4000"]
+    for source, known in ((str(HELD_OUT), True), (f"{HELD_OUT},c4", False)):
+        assert cli.run([*command, "--json", "--calibration", source]) == 0
+        found = json.loads(capsys.readouterr().out)
+        wanted = tokens // 128 * 128 if known else 4000 * 128
+        assert (found["tokens"], found["tokens_known"]) == (wanted, known)
+        assert cli.run([*command, "--calibration", source]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert (
+            f"{wanted:,} tokens;" if known else f"{wanted:,} tokens, or all of a shorter text;"
+        ) in printed
+    assert 0 < tokens < 4000 * 128

@@ -355,6 +355,8 @@ def test_several_models_on_the_command_line(own, capsys):
     assert not read_manifest(own / "rotated").evaluations
     for word in ("rotated", "packed", "equal next tokens", "KL divergence, 99th percentile", "112 … 127"):
         assert word in told.out
+    for name in ("rotated", "packed"):
+        assert f"{name}: loading the model" in told.err and f"{name}: evaluating, window" in told.err
     both = json.loads(run(capsys, own / "rotated", own / "packed", "--json", *options).out)
     assert [figures["model"] for figures in both] == [str(own / "rotated"), str(own / "packed")]
     one = json.loads(run(capsys, own / "rotated", "--stream", "--json", *options).out)

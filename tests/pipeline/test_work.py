@@ -196,6 +196,7 @@ def test_a_dry_run_needs_what_the_run_writes(tmp_path):
     assert (needs.tokens, needs.dtype, needs.save_dtype) == (192, "float32", "bfloat16")
     assert needs.work == formulas.run_work(sizes, needs.recipe, torch.float32) and needs.seconds > 0
     (tmp_path / "model" / "model.safetensors").unlink()
+    assert not needs.tokens_known
     assert run_needs(tmp_path / "model", Recipe().replace(mode="none", method="magnitude")).tokens == 0
     with pytest.raises(UserError, match="`blocks` must divide the hidden size 64; got 5"):
         run_needs(tmp_path / "model", Recipe().replace(blocks=5))

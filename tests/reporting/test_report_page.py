@@ -127,6 +127,7 @@ def test_wrong_input_is_refused(pruned, tmp_path, monkeypatch):
         (tmp_path / "empty", {}, "holds no drot.json"),
         (run, {"linears": ["nothing"]}, "`linears` must match a linear, such as layers.0"),
         (run, {"out": tmp_path}, "`out` must be a file, got the folder"),
+        (run, {"out": tmp_path / "r.pdf"}, "`out` must be an HTML file, as in report.html"),
     ]
     for folder, options, message in cases:
         with pytest.raises(UserError, match=re.escape(message)):

@@ -159,6 +159,7 @@ def test_a_prompt_beyond_the_context_is_refused(batched, packed):
         ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
         ({"prompt": "x", "top_p": 2}, "top_p"),
         ({"prompt": "x", "n": 2}, "n: "),
+        ({"prompt": "x", "presence_penalty": 1.5}, "presence_penalty: must be 0 or left out"),
         ({"prompt": "x", "stop": [1]}, "stop"),
         ({"prompt": "x", "seed": 1}, "--sequential"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
@@ -169,6 +170,15 @@ def test_a_prompt_beyond_the_context_is_refused(batched, packed):
 def test_a_malformed_request_is_answered_in_one_line(body, told, batched):
     status, answer = post(batched, body)
     assert 400 <= status < 500 and told in answer["error"]["message"], answer
+
+
+def test_an_image_is_refused_in_words(batched):
+    content = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    status, answer = post(
+        batched, {"messages": [{"role": "user", "content": content}]}, "/v1/chat/completions"
+    )
+    told = "messages.0.content: must be a text, as nothing else is served; a part is 'image_url'"
+    assert status == 400 and told in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -153,11 +153,15 @@ def test_chats_on_the_hub(hub):
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"messages": CHAT}, None, "row 0 holds a chat, but the tokenizer of the model has no chat template"),
+        ({"messages": CHAT}, None, "row 1 holds a chat, but the tokenizer of the model has no chat template"),
         ({"messages": CHAT}, "{{ raise_exception('roles!') }}", r"refuses the chat \(roles!\)"),
         ({"messages": ["a", "b"]}, TEMPLATE, "column 'messages' must hold text or chats, got list"),
         ({"messages": [{"from": "human", "value": "x"}]}, TEMPLATE, "must hold text or chats, got list"),
-        ({"chat": CHAT}, TEMPLATE, "has no column 'text'; its columns are chat: name one of them"),
+        (
+            {"chat": CHAT},
+            TEMPLATE,
+            "row 1: there is no column 'text'; the columns are chat: name one of them",
+        ),
     ],
 )
 def test_the_message_for_a_bad_chat_is_one_line(tmp_path, row, template, message):

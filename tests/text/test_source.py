@@ -106,7 +106,7 @@ def test_parquet(tmp_path):
         (
             "a.jsonl",
             '{"body": "x", "id": 3}',
-            "no column 'text'; its columns are body, id: name one of them as `text_column`",
+            "no column 'text'; the columns are body, id: name one of them as `text_column`",
         ),
         ("a.jsonl", '{"text": 3}', "column 'text' must hold text or chats, got int: name another column as"),
         ("a.jsonl", "[1, 2]", "a row must hold text or chats, got list"),
