@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drot.model.block_rotation import DOWN_ROTATION, SILU, gated_activation
@@ -45,7 +46,8 @@ class OneOpNorm(Mixin):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., n] -> what the stock forward returns, but for its rounding in 16 bits."""
-        if x.dtype != self.weight.dtype:  # as under autocast
+        # on a GPU autocast lets rms_norm return fp32, which the stock forward does not
+        if x.dtype != self.weight.dtype or torch.is_autocast_enabled(x.device.type):
             result: Tensor = super().forward(x)  # type: ignore[misc]
             return result
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)

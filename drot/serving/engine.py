@@ -233,7 +233,10 @@ class Engine(BaseGenerateManager):
     """Generates each request in the batch, or alone if there is none or the batch cannot hold its settings.
 
     context: the most tokens of a prompt and its answer.
+    closing: whether the streams are to end, since the server stops.
     """
+
+    closing = False
 
     def __init__(
         self,
@@ -294,6 +297,10 @@ class Engine(BaseGenerateManager):
     def is_alive(self) -> bool:
         """Whether the thread of the batch, if there is one, still generates."""
         return self.batch is None or self.batch.is_alive()
+
+    def close(self) -> None:
+        """Tells the streams to end."""
+        self.closing = True
 
     def stop(self) -> None:
         """Ends the batch. Requests in it fail."""

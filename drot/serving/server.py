@@ -36,8 +36,8 @@ from drot.serving.engine import SEED, Engine, OneEngine, stops_of
 from drot.serving.requests import Chat, Completion, check_body
 from drot.serving.stops import before_stop
 
-#: seconds that running requests have to end when the server stops
-GRACE = 5
+#: seconds that running requests have to end when the server stops, and streams then have to say so
+GRACE, LAST_WORDS = 5, 1
 #: position of the GenerationConfig in the arguments with which transformers' handlers answer
 CONFIG = 5
 
@@ -73,7 +73,7 @@ class _OneModel:
 
     def _streaming(self, *request: Any, **options: Any) -> Any:
         response = super()._streaming(*request, **options)  # type: ignore[misc]
-        response.body_iterator = _with_end(response.body_iterator)
+        response.body_iterator = _with_end(response.body_iterator, self.engine)
         return response
 
 
@@ -81,11 +81,15 @@ def _no_other(name: str, asked: Any) -> str:
     return f"this server has the model {name!r} and no other, got {shortened(asked)}"
 
 
-async def _with_end(parts: Any) -> AsyncIterator[str]:
-    """`parts`, and the line that ends a stream in OpenAI's API."""
+async def _with_end(parts: Any, engine: Engine) -> AsyncIterator[str]:
+    """`parts`, and the line that ends a stream in OpenAI's API; an error if the engine closes before."""
     async with contextlib.aclosing(parts):
         async for part in parts:
             yield part
+            if engine.closing:
+                error = _error(503, "the server was stopped: the answer is not whole")
+                yield f"data: {json.dumps(error)}\n\n"
+                return
     yield "data: [DONE]\n\n"
 
 
@@ -150,12 +154,17 @@ def application(model: PreTrainedModel, tokenizer: Any, name: str, engine: Engin
     return app
 
 
+def _error(status: int, message: str) -> dict[str, Any]:
+    """An error as OpenAI's API writes it."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "code": status}}
+
+
 def _add_errors(app: FastAPI) -> None:
     """Lets errors be answered as in OpenAI's API, with one object `error`."""
 
     def answer(status: int, message: str) -> JSONResponse:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+        return JSONResponse(_error(status, message), status)
 
     @app.exception_handler(AnyHTTPException)
     async def known(_: Request, error: AnyHTTPException) -> JSONResponse:
@@ -204,6 +213,21 @@ def bound(host: str, port: int) -> socket.socket:
         ) from None
 
 
+class Server(uvicorn.Server):
+    """Answers until it is stopped. Then it takes no request, and those that run have GRACE seconds to end."""
+
+    def __init__(self, app: FastAPI, engine: Engine) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + LAST_WORDS)
+        )
+        self.engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the streams that still run after GRACE; uvicorn would cut them without a word."""
+        asyncio.get_running_loop().call_later(GRACE, self.engine.close)
+        await super().shutdown(sockets)
+
+
 @dataclass(frozen=True)
 class Served:
     """A model with the engine that generates its answers.
@@ -218,10 +242,9 @@ class Served:
 
     def run(self, listening: socket.socket) -> None:
         """Answers requests until SIGINT or SIGTERM, which is then raised again."""
-        config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=GRACE)
-        server, log = uvicorn.Server(config), getLogger("uvicorn.error")
+        server, log = Server(self.app, self.engine), getLogger("uvicorn.error")
 
-        def runs(record: object) -> bool:  # of an answer that ends after GRACE uvicorn logs the traceback
+        def runs(record: object) -> bool:  # of an answer that it cuts uvicorn logs the traceback
             return not server.should_exit
 
         log.addFilter(runs)

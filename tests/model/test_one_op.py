@@ -78,3 +78,16 @@ def test_a_norm_in_16_bits(device: str) -> None:
     assert error() <= 1.01 * stock < 2**-8
     mixed = norm.float()(x)  # fp32 weights and a bf16 stream, as under autocast
     assert float((mixed.double() - want).norm() / want.norm()) < 2**-8
+
+
+@torch.no_grad()
+def test_a_norm_under_autocast_is_the_stock_one(device: str) -> None:
+    """On a GPU torch's rms_norm would return fp32 there, and a stream of twice the bytes would follow."""
+    norm = DecoderModel(random_model("llama").to(torch.bfloat16).to(device)).layers[0].norms[0]
+    x = 30 * torch.randn(64, norm.weight.shape[0], device=device).bfloat16()
+    stock = norm(x)
+    norm.__class__ = type("Norm", (OneOpNorm, type(norm)), {})
+    assert not norm(x).equal(stock)  # which is rounded once more
+    with torch.autocast(device, torch.bfloat16):
+        found = norm(x)
+    assert found.dtype == torch.bfloat16 and found.equal(stock)

@@ -1,6 +1,7 @@
 """A packed checkpoint of the embedded model, with rotations and a chat template, and servers for it."""
 
 import contextlib
+import functools
 import threading
 
 import pytest
@@ -48,11 +49,11 @@ def greedy(packed):
 class Running:
     """A server in a thread of the tests.
 
-    address: that of its API. engine: what generates.
+    address: that of its API. engine: what generates. stop: stops it, as SIGTERM does.
     """
 
-    def __init__(self, port, engine):
-        self.port, self.engine = port, engine
+    def __init__(self, port, engine, stop):
+        self.port, self.engine, self.stop = port, engine, stop
         self.address = f"http://127.0.0.1:{port}/v1"
 
     @property
@@ -68,20 +69,28 @@ class Running:
 
 @contextlib.contextmanager
 def running(folder, **settings):
-    import uvicorn
-
-    from drot.serving.server import bound, serving
+    from drot.serving.server import Server, bound, serving
 
     with bound("127.0.0.1", 0) as listening, serving(str(folder), "packed", **settings) as served:
-        server = uvicorn.Server(uvicorn.Config(served.app, log_level="warning", timeout_graceful_shutdown=2))
+        server = Server(served.app, served.engine)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
-        try:
-            yield Running(listening.getsockname()[1], served.engine)
-        finally:
+
+        def stop():
             server.should_exit = True
+
+        try:
+            yield Running(listening.getsockname()[1], served.engine, stop)
+        finally:
+            stop()
             thread.join(timeout=20)
             assert not thread.is_alive()
+
+
+@pytest.fixture
+def served(packed):
+    """A context manager with a server of its own."""
+    return functools.partial(running, packed)
 
 
 @pytest.fixture(scope="session")

@@ -244,6 +244,21 @@ def test_serve_as_a_process_ends_by_sigterm(packed):
         process.communicate()
 
 
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_stream_that_a_stop_cuts_ends_with_an_error(served, monkeypatch, sequential):
+    import openai
+
+    monkeypatch.setattr("drot.serving.server.GRACE", 0.1)
+    with served(sequential=sequential) as server:
+        stream = client_of(server).completions.create(
+            model="packed", prompt="x", max_tokens=2000, stream=True
+        )
+        next(iter(stream))
+        server.stop()
+        with pytest.raises(openai.APIError, match="the server was stopped: the answer is not whole"):
+            list(stream)
+
+
 def test_a_port_that_is_taken_is_refused(packed, capsys):
     from drot.cli import app as cli
 
