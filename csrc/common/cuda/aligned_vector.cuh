@@ -56,6 +56,21 @@ __device__ void store_aligned(T* p, const AlignedVector<T, kVec>& vector) {
   *reinterpret_cast<AlignedVector<T, kVec>*>(p) = vector;
 }
 
+// store_aligned to global memory, with one instruction for 16 bytes: for 8.0 and 9.0, nvcc 13.0 makes four of
+// store_aligned in some kernels, which use this one.
+template <class T, int kVec>
+__device__ void store_global(T* p, const AlignedVector<T, kVec>& vector) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(vector) == sizeof(uint4)) {
+    uint4 words;
+    std::memcpy(&words, &vector, sizeof(words));
+    __stwb(reinterpret_cast<uint4*>(p), words);
+    return;
+  }
+#endif
+  store_aligned(p, vector);
+}
+
 // x = p[0 … kN), or ones if not `inside`: the neutral element of column scales. p is aligned to 16 bytes, or
 // to one value if kN is 1.
 template <int kN, class Math>

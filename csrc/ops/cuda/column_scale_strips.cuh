@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kStackThreads) column_scale_tiles(ColumnScaleB
     AlignedVector<c10::BFloat16, kVec> out;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) out.set(v, static_cast<float>(x.get(v)) * dq[v]);
-    store_aligned(p.out + at, out);
+    store_global(p.out + at, out);
   }
 }
 

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kWalkThreads, kPrunedResident<T>)
           if (kScaled) dcolumn_scale[i] += terms.dcolumn_scale;
           out.set(v, static_cast<T>(terms.dy));
         }
-        store_aligned(a.dy + at + p * kVec, out);
+        store_global(a.dy + at + p * kVec, out);
       }
       loss += sum;
     }

@@ -55,18 +55,29 @@ struct Fp32Element {
 // of `column` and its next neighbours; 0 outside.
 template <class Element, int kTokens, int kVec, class T, class Store>
 __device__ void gated_step(const SwigluProblem<T>& p, const SwigluTile& tile, int64_t step, Store store) {
-#pragma unroll(kVec > 1 ? 4 : 1)  // so that several loads are under way
-  for (int at = threadIdx.x * kVec; at < kTokens * kSwigluStep; at += kSwigluThreads * kVec) {
-    const int row = at / kSwigluStep, column = at % kSwigluStep;
-    const int64_t token = tile.token + row, from = tile.block * p.size + step + column;
-    const bool inside = token < p.tokens && step + column < p.size;
-    const auto gate = load_aligned<T, kVec>(p.gate + token * p.gate_stride + from, inside);
-    const auto up = load_aligned<T, kVec>(p.up + token * p.up_stride + from, inside);
-    float x[kVec];
+  constexpr int kLoads = kTokens * kSwigluStep / (kSwigluThreads * kVec), kAtOnce = kVec > 1 ? kLoads : 1;
+  static_assert(kLoads * kSwigluThreads * kVec == kTokens * kSwigluStep);
+#pragma unroll 1
+  for (int first = 0; first < kLoads; first += kAtOnce) {
+    // all loads first: the division of SiLU has a call, behind which the compiler starts no load earlier
+    AlignedVector<T, kVec> gate[kAtOnce], up[kAtOnce];
 #pragma unroll
-    for (int v = 0; v < kVec; ++v)
-      x[v] = swiglu(Element::to_float(gate.get(v)), Element::to_float(up.get(v)));
-    store(row, column, x);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = (static_cast<int>(threadIdx.x) + (first + i) * kSwigluThreads) * kVec;
+      const int64_t token = tile.token + at / kSwigluStep, column = step + at % kSwigluStep;
+      const bool inside = token < p.tokens && column < p.size;
+      gate[i] = load_aligned<T, kVec>(p.gate + token * p.gate_stride + tile.block * p.size + column, inside);
+      up[i] = load_aligned<T, kVec>(p.up + token * p.up_stride + tile.block * p.size + column, inside);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = (static_cast<int>(threadIdx.x) + (first + i) * kSwigluThreads) * kVec;
+      float x[kVec];
+#pragma unroll
+      for (int v = 0; v < kVec; ++v)
+        x[v] = swiglu(Element::to_float(gate[i].get(v)), Element::to_float(up[i].get(v)));
+      store(at / kSwigluStep, at % kSwigluStep, x);
+    }
   }
 }
 
@@ -199,7 +210,7 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_alone(SwigluProblem<T> 
                                           AlignedVector<T, kVec> y;
 #pragma unroll
                                           for (int v = 0; v < kVec; ++v) y.set(v, Element::from_float(x[v]));
-                                          store_aligned(p.out + token * p.size + at, y);
+                                          store_global(p.out + token * p.size + at, y);
                                         });
 }
 

@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kStackThreads) turn_start_tiles(TurnStartProbl
       change.set(v, turn_change(factor, j.get(v), row == tile.column + v));
       scaled.set(v, second_factor * static_cast<float>(j.get(v)));
     }
-    store_aligned(p.change + at, change);
-    store_aligned(p.scaled + at, scaled);
+    store_global(p.change + at, change);
+    store_global(p.scaled + at, scaled);
   }
 }
 
