@@ -131,12 +131,22 @@ def _lines(person: bool) -> Iterator[str]:
             if not person:
                 raise
             break
+        except UnicodeDecodeError as error:
+            raise _not_utf8(error.object[error.start : error.end]) from None
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:  # bytes that Python kept as half characters
+            raise _not_utf8(line[error.start].encode(errors="surrogateescape")) from None
         if line == "/exit":
             return
         if line:
             yield line
     if person:
         print()
+
+
+def _not_utf8(found: bytes) -> UserError:
+    return UserError(f"stdin must be UTF-8, got the byte 0x{found[0]:x}: convert it, for example with iconv")
 
 
 @contextlib.contextmanager

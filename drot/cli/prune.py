@@ -143,6 +143,8 @@ def prune(
     asked = asked_recipe(recipe, given, quality)
     check_effects(asked, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
     named = _model(model, gguf_file, asked.manifest)
+    if not sensitivity:
+        check_rotations_file(asked.manifest, rotations)
     if sensitivity:
         check_no_output(asked, given)
         show_sensitivity(named, asked.recipe, as_json, device=device, dtype=dtype, rotations=rotations)
@@ -175,7 +177,6 @@ def _model(name: str | None, gguf_file: str | None, manifest: dict[str, Any]) ->
 
 def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: Any) -> None:
     """Runs `drot.prune` with the options, and prints its result."""
-    check_rotations_file(asked.manifest, options["rotations"])
     from drot.checkpoint.resume import finished_layers
     from drot.pipeline import prune as pipeline
 
@@ -216,7 +217,9 @@ def next_commands(model: str, out: Path, manifest: "Manifest") -> Iterator[tuple
     folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
     yield f"drot eval {folder} --against {shlex.quote(model)}", "what the pruning cost, on wikitext2"
     yield f"drot report {folder}", "charts of the run, and what is unusual"
-    if manifest.format == "dense" and str(manifest.recipe.pruning.sparsity) == "2:4":
+    pruning = manifest.recipe.pruning
+    sparsities = {str(pruning.sparsity_for(name)) for layer in manifest.layers for name in layer.linears}
+    if manifest.format == "dense" and "2:4" in sparsities:
         yield f"drot convert {folder} --out {packed} --format packed", "2:4 weights in 9/16 of bf16's bytes"
     if manifest.format == "packed":
         yield f"drot serve {folder}", "an OpenAI-compatible server; drot chat talks to the model"

@@ -48,7 +48,7 @@ class PruningConfig:
     method: Method = "sparsegpt"
     """How the weights to remove are chosen. sparsegpt also updates the weights that it keeps."""
     sparsity: AnySparsity = Sparsity.parse("2:4")
-    """n:m (2:4 keeps 2 of every 4 neighbouring weights), or the share of weights to remove (0.5)."""
+    """n:m (2:4 keeps 2 of every 4 neighbouring weights), or the share of weights to remove (0.5 or 50%)."""
     sparsity_of: SparsityOf = ()
     """Another sparsity for the linears that match a pattern, as in down_proj=4:8 or
     'layers.0.self_attn.*=0.5'. There may be several; the last match is used.

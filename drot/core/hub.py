@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drot.core.checks import path_exists, shortened
+from drot.core.checks import path_exists
 from drot.core.errors import UserError, quoted
 
 #: the name of a model on the hub: MODEL or OWNER/MODEL
@@ -23,7 +23,7 @@ def check_name(model: str) -> None:
     """
     owner = model.rpartition("/")[0] if model.endswith(".gguf") else model
     if not (path_exists(Path(owner)) or HUB_NAME.fullmatch(owner)):
-        raise UserError(f"there is no such folder: {shortened(model)}")
+        raise UserError(f"there is no such folder: {model!r}")
 
 
 @contextlib.contextmanager

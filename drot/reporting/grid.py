@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.recipe import SECTION_OF, known_field, read_recipe
 from drot.config.recipe_file import SUFFIXES, settings_in
+from drot.config.rotation import point_of
 from drot.config.settings import fields_of, settings
 from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError
@@ -28,7 +29,9 @@ class Cell:
     resolved: ResolvedRecipe
 
     def value(self, field: str) -> Any:
-        """The value of a field of the resolved recipe, in plain JSON types."""
+        """The value of a field of the resolved recipe, in plain JSON types; `mode` by the name of a point."""
+        if field == "mode" and (point := point_of(self.recipe.rotation)):
+            return point
         return self.resolved.to_dict()[SECTION_OF[field]][field]
 
     def label(self, fields: tuple[str, ...]) -> str:
@@ -110,6 +113,8 @@ def read_grid(path: str | Path) -> Grid:
     if file.suffix not in SUFFIXES:
         raise UserError(f"the grid must be a .yaml or .json file; got {str(file)!r}")
     data, keys = settings_in(file), list(fields_of(GridFile))
+    if data is None:
+        raise UserError(f"{file} is empty: it must hold the keys {', '.join(keys)}")
     if not isinstance(data, dict):
         raise UserError(f"{file} must hold the keys {', '.join(keys)}; got {type(data).__name__}")
     try:

@@ -1,5 +1,6 @@
 """The bodies of requests: what is checked before transformers' handlers read them."""
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import HTTPException
@@ -7,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, field_
 
 from drot.core.checks import shortened
 
+#: as many as OpenAI has
+MOST_STOPS = 4
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[int, Field(ge=1)]
 
@@ -28,9 +31,8 @@ class Completion(Part):
     max_completion_tokens: Tokens | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stream: bool | None = None
-    #: as many as OpenAI has
-    stop: Text | Annotated[list[Text], Field(min_length=1, max_length=4)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], float] | None = None
+    stop: Text | list[Text] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float] | None = None
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
@@ -46,7 +48,15 @@ class Completion(Part):
     function_call: None = None
     generation_config: None = None
     prediction: None = None
+    suffix: None = None
     web_search_options: None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _has_few_stops(cls, value: Any) -> Any:
+        if isinstance(value, list) and not 1 <= len(value) <= MOST_STOPS:
+            raise ValueError(f"must be a text or 1 to {MOST_STOPS} texts")
+        return value
 
     @field_validator("presence_penalty")
     @classmethod
@@ -95,18 +105,25 @@ class Chat(Completion):
     messages: Annotated[list[Message], Field(min_length=1)]
 
 
-def check_body(kind: type[Completion], body: dict[str, Any], *, seeds: bool) -> None:
+def check_body(kind: type[Completion], body: dict[str, Any], *, seeds: bool, vocabulary: int) -> None:
     """Raises HTTPException 400 for a field of a completion or a chat that has a wrong value or is not served.
 
-    seeds: whether a seed can be kept.
+    seeds: whether a seed can be kept. vocabulary: the number of tokens.
     """
     try:
-        seed = kind.model_validate(body).seed
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise HTTPException(400, f"a text holds {half}, half of a character: send whole ones") from None
+    try:
+        asked = kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field, problem = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
         raise HTTPException(400, f"{field}: {problem}, got {shortened(first['input'])}") from None
-    if seed is not None and not seeds:
+    if (largest := max(map(int, asked.logit_bias or {}), default=0)) >= vocabulary:
+        raise HTTPException(400, f"logit_bias: the model has {vocabulary} tokens, got the token {largest}")
+    if asked.seed is not None and not seeds:
         raise HTTPException(
             400, "a seed cannot be kept in a batch: start drot serve with --sequential, or leave it out"
         )

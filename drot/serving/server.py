@@ -56,15 +56,18 @@ class _OneModel:
         name = self.served[0]
         if body.get("model", name) != name:
             raise HTTPException(404, _no_other(name, body["model"]))
-        check_body(self.kind, body, seeds=self.engine.batch is None)
+        vocabulary = self.served[1].config.get_text_config().vocab_size
+        check_body(self.kind, body, seeds=self.engine.batch is None, vocabulary=vocabulary)
         super()._validate_request(body)  # type: ignore[misc]
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         return self.served
 
     def _build_generation_config(self: Any, body: dict[str, Any], base: Any, use_cb: bool = False) -> Any:
-        unseeded = {name: value for name, value in body.items() if name != "seed"}
-        config = super()._build_generation_config(unseeded, base, use_cb=use_cb)  # type: ignore[misc]
+        others = {name: value for name, value in body.items() if name not in ("seed", "logit_bias")}
+        config = super()._build_generation_config(others, base, use_cb=use_cb)  # type: ignore[misc]
+        if bias := body.get("logit_bias"):  # transformers takes that of chats alone, and no whole numbers
+            config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()}
         if body.get("temperature"):  # transformers takes the temperature, and stays greedy for a greedy model
             config.do_sample = True
         if body.get("seed") is not None:

@@ -119,5 +119,6 @@ def test_rotations_of_a_file_must_be_given_again(calls, checkpoint, capsys, capl
         recipe=recipe,
         rotations_file={"file": "r.safetensors", "sha256": "a" * 64, "trained_with": {}},
     )
+    assert prune("--recipe", checkpoint, "--dry-run") == 2
     assert prune("--recipe", checkpoint) == 2
     assert "used the rotations in r.safetensors" in capsys.readouterr().err and not calls

@@ -69,11 +69,11 @@ def test_the_figures_are_those_of_prune_and_eval(inputs, tmp_path, monkeypatch):
         "drot.pipeline.tokens.load_calibration",
         lambda *a, **k: read.append(1) or load_calibration(*a, **k),
     )
-    file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer], sparsity: [2:4, 0.5]}")
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, full], sparsity: [2:4, 0.5]}")
     result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     rows = lines_of(result.csv)
     assert [(row["mode"], row["sparsity"]) for row in rows] == [
-        ("none", "2:4"), ("none", "0.5"), ("layer", "2:4"), ("layer", "0.5"),
+        ("none", "2:4"), ("none", "0.5"), ("full", "2:4"), ("full", "0.5"),
     ]  # fmt: skip
     assert len(read) == 1  # all cells have the same calibration
     text = inputs / "held.txt"
@@ -184,7 +184,7 @@ def test_what_the_model_refuses_is_listed(inputs, tmp_path):
     result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert [each.label for each in result.skipped] == ["lr -1", "blocks 3, lr 0.3"]
     rows = lines_of(result.csv)
-    assert rows[0]["skipped"] == "" and "`blocks` must divide the hidden size" in rows[2]["skipped"]
+    assert rows[0]["skipped"] == "" and "blocks must divide the hidden size" in rows[2]["skipped"]
     with pytest.raises(UserError, match="no cell of .* fits .*: blocks 5: `blocks` must divide"):
         sweep(grid_file(inputs, tmp_path, "grid: {blocks: [5]}"), out=tmp_path / "o", model=inputs / "model")
 
@@ -233,7 +233,7 @@ def test_the_command(inputs, tmp_path, monkeypatch, capsys):
     assert "Not run: lr -1: lr must be a finite number" in shown.out
     assert cli.run([*arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [cell["mode"] for cell in data["cells"]] == ["none", "layer"] and data["computed"] == 0
+    assert [cell["mode"] for cell in data["cells"]] == ["none", "full"] and data["computed"] == 0
     file.write_text("grid: {lr: [-1]}")
     assert cli.run(arguments) == 2
     error = capsys.readouterr().err.strip()

@@ -34,6 +34,15 @@ def test_piped_lines_are_answered_with_the_lines_before_them(packed, greedy, mon
     assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n"
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_that_are_no_text_are_refused(monkeypatch, errors):
+    """In a locale without UTF-8, Python reads them as half characters."""
+    piped = io.TextIOWrapper(io.BytesIO("ü\n".encode() + b"caf\xe9 x\n"), "utf-8", errors)
+    monkeypatch.setattr("sys.stdin", piped)
+    with pytest.raises(UserError, match="stdin must be UTF-8, got the byte 0xe9"):
+        list(command._lines(False))
+
+
 def test_without_a_chat_template_each_line_is_continued(plain, greedy, monkeypatch, capsys):
     assert chat(plain, "import\ndef main(\n", monkeypatch) == 0
     shown = capsys.readouterr()

@@ -163,6 +163,10 @@ def test_a_prompt_beyond_the_context_is_refused(batched, packed):
         ({"prompt": "x", "stop": [1]}, "stop"),
         ({"prompt": "x", "seed": 1}, "--sequential"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias: the model has"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "stop": list("abcde")}, "stop: must be a text or 1 to 4 texts"),
+        (b'{"prompt": "\\ud800"}', "half of a character"),
         ({"prompt": "x", "generation_config": "{}"}, "generation_config"),
         ({"prompt": "x", "unknown": 1}, "unknown"),
     ],
@@ -170,6 +174,25 @@ def test_a_prompt_beyond_the_context_is_refused(batched, packed):
 def test_a_malformed_request_is_answered_in_one_line(body, told, batched):
     status, answer = post(batched, body)
     assert 400 <= status < 500 and told in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize("way", ["batched", "sequential"])
+def test_a_bias_draws_a_token(way, packed, request):
+    """Of a completion and of a chat, also in whole numbers; an empty one changes nothing."""
+    from drot.checkpoint.load import load_tokenizer
+
+    server = request.getfixturevalue(way)
+    token = load_tokenizer(packed)("x", add_special_tokens=False).input_ids[0]
+    common = {"max_tokens": 3, "temperature": 0, "logit_bias": {str(token): 100}}
+    status, answer = post(server, {"prompt": "y", **common})
+    assert status == 200 and answer["choices"][0]["text"] == 3 * load_tokenizer(packed).decode([token]), (
+        answer
+    )
+    messages = [{"role": "user", "content": "y"}]
+    status, answer = post(server, {"messages": messages, **common}, "/v1/chat/completions")
+    assert status == 200 and answer["choices"][0]["message"]["content"].count("x") == 3, answer
+    texts = [post(server, {"prompt": "y", **common, "logit_bias": bias})[1]["choices"] for bias in ({}, None)]
+    assert texts[0] == texts[1]
 
 
 def test_an_image_is_refused_in_words(batched):
