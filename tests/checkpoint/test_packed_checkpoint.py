@@ -68,7 +68,7 @@ def test_dtype_can_be_chosen_at_load(checkpoints):
 
 
 def test_prune_refuses_before_it_works(checkpoints, tmp_path, capsys):
-    prune = ("prune", tmp_path / "no-model", "--out", tmp_path / "out", "--format")
+    prune = ("prune", "no-model", "--out", tmp_path / "out", "--format")
     assert "--format packed needs --sparsity 2:4; got 0.5" in refused(
         capsys, *prune, "packed", "--sparsity", 0.5
     )

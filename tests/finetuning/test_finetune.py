@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -439,7 +440,10 @@ def test_a_warm_up_must_end_before_the_training():
         (["--held-out", "0"], "--held-out must be a whole number of at least 1; got 0"),
     ],
 )
-def test_mistakes_on_the_command_line(capsys, tmp_path, options, message):
+def test_mistakes_on_the_command_line(capsys, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    for text in ("a.txt", "b.txt"):
+        Path(text).touch()
     assert cli.run(["finetune", str(MODEL), "--out", str(tmp_path / "out"), *options]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""

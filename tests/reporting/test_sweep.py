@@ -185,7 +185,7 @@ def test_what_the_model_refuses_is_listed(inputs, tmp_path):
     assert [each.label for each in result.skipped] == ["lr -1", "blocks 3, lr 0.3"]
     rows = lines_of(result.csv)
     assert rows[0]["skipped"] == "" and "blocks must divide the hidden size" in rows[2]["skipped"]
-    with pytest.raises(UserError, match="no cell of .* fits .*: blocks 5: `blocks` must divide"):
+    with pytest.raises(UserError, match="no cell of .* fits .*: blocks 5: blocks must divide"):
         sweep(grid_file(inputs, tmp_path, "grid: {blocks: [5]}"), out=tmp_path / "o", model=inputs / "model")
 
 

@@ -51,12 +51,12 @@ def test_refused_and_equal_combinations_are_listed(tmp_path):
     grid = grid_of(
         tmp_path, "grid: {mode: [none, layer], lr: [0.3, 4]}\ncells: [{mode: layer}, {mode: none, steps: 7}]"
     )
-    assert [cell.label(("mode", "lr")) for cell in grid.cells] == ["mode none, lr 0.3", "mode layer, lr 0.3"]
+    assert [cell.label(("mode", "lr")) for cell in grid.cells] == ["mode none, lr 0.3", "mode full, lr 0.3"]
     reasons = {each.label: (each.reason, each.refused) for each in grid.skipped}
     assert list(reasons) == ["mode none, lr 4", "mode layer, lr 4", "mode layer", "mode none, steps 7"]
-    assert "`lr` must be a finite number above 0" in reasons["mode none, lr 4"][0]
+    assert "lr must be a finite number above 0" in reasons["mode none, lr 4"][0]
     assert reasons["mode layer, lr 4"][1] is True
-    assert reasons["mode layer"] == ("its run is that of the cell mode layer", False)
+    assert reasons["mode layer"] == ("its run is that of the cell mode full", False)
     assert reasons["mode none, steps 7"][1] is False
 
 
@@ -75,14 +75,14 @@ def test_refused_and_equal_combinations_are_listed(tmp_path):
         ("grid: {steps: []}", "`grid` must be lists of values"),
         ("cells: {steps: 1}", "`cells` must be a list"),
         ("model: some/model", "it must hold grid or cells; got neither"),
-        ("grid: {lr: [-1]}", "no combination is a recipe: lr -1: `lr` must be"),
+        ("grid: {lr: [-1]}", "no combination is a recipe: lr -1: lr must be"),
         ("texts: []\ngrid: {steps: [1]}", "`texts` must be a list of texts"),
         ("seqlen: long\ngrid: {steps: [1]}", "`seqlen` must be a whole number of at least 2; got"),
         ("- 1", "must hold the keys model, base, grid"),
         ("grid: [", "is not valid YAML"),
         (
             "grid: {steps: [&a [1, 1], &b [*a, *a], &c [*b, *b], [*c, *c]]}",
-            "steps [1, 1]: `steps` must be a whole number from 0 to 1000000; got [1, 1]",
+            "steps [1, 1]: steps must be a whole number from 0 to 1000000; got [1, 1]",
         ),
         (f"grid: {{steps: {[*range(101)]}, seed: {[*range(100)]}}}", "at most 10000 combinations, got 10100"),
     ],
@@ -123,10 +123,10 @@ def test_a_cell_that_leaves_the_solver_open_finds_its_baseline(tmp_path):
     assert baselines(grid.cells, grid.fields) == {
         "mode none, solve none, blocks 1, method sparsegpt": None,
         "mode none, solve admm, blocks 1, method sparsegpt": None,
-        "mode layer, solve none, blocks 1, method sparsegpt": "mode none, solve none",
-        "mode layer, solve admm, blocks 1, method sparsegpt": "mode none, solve admm",
+        "mode full, solve none, blocks 1, method sparsegpt": "mode none, solve none",
+        "mode full, solve admm, blocks 1, method sparsegpt": "mode none, solve admm",
         "mode layer, solve admm, blocks 2, method sparsegpt": "mode none, solve none",
-        "mode layer, solve admm, blocks 1, method wanda": None,
+        "mode full, solve admm, blocks 1, method wanda": None,
     }
 
 
@@ -135,7 +135,7 @@ def test_a_model_with_short_sequences_has_a_baseline(tmp_path):
     grid = grid_of(tmp_path, "grid: {mode: [none, layer], solve: [none]}")
     cells = [Cell(cell.recipe, resolve(cell.recipe, positions=128)) for cell in grid.cells]
     found = baselines(cells, grid.fields)
-    assert found == {"mode none, solve none": None, "mode layer, solve none": "mode none, solve none"}
+    assert found == {"mode none, solve none": None, "mode full, solve none": "mode none, solve none"}
 
 
 def baselines(cells: list[Cell], fields: tuple[str, ...]) -> dict[str, str | None]:

@@ -129,11 +129,3 @@ def test_a_chat_that_transformers_parses_ends_before_its_stop(stream, sequential
     text = greedy(PROMPT_OF_CHAT, 12)
     assert answered(sequential, "chat", stream) == (text, "length")
     assert answered(sequential, "chat", stream, stop=[text[4:6]]) == (text[: text.index(text[4:6])], "stop")
-
-
-@pytest.mark.slow
-def test_the_suffix_of_a_completion_stays(sequential, greedy):
-    text = greedy(PROMPTS[0], 12)
-    for stream in (False, True):
-        found = answered(sequential, "completion", stream, stop=[text[3:5]], suffix=text)
-        assert found == (text[: text.index(text[3:5])] + text, "stop")
