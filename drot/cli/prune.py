@@ -143,12 +143,11 @@ def prune(
     asked = asked_recipe(recipe, given, quality)
     check_effects(asked, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
     named = _model(model, gguf_file, asked.manifest)
-    if not sensitivity:
-        check_rotations_file(asked.manifest, rotations)
     if sensitivity:
         check_no_output(asked, given)
         show_sensitivity(named, asked.recipe, as_json, device=device, dtype=dtype, rotations=rotations)
         return
+    check_rotations_file(asked.manifest, rotations)
     options: dict[str, Any] = {"device": device, "rotations": rotations}
     options |= run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
     asked = fit_recipe(asked, fit, named, given, gpus=ranks, **options)

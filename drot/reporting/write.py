@@ -62,7 +62,9 @@ def report(
     if out.is_dir():
         raise UserError(f"`out` must be a file, got the folder {out}: name a file in it ({out}/{REPORT})")
     if out.suffix not in (".html", ".htm"):
-        raise UserError(f"`out` must be an HTML file, as in {REPORT}; got {out}: a browser prints it as PDF")
+        raise UserError(
+            f"`out` must be an HTML file, as in {REPORT}, which a browser can print as PDF; got {out}"
+        )
     check_writable(out)
     chosen, about = _chosen(run, linears)
     by_linear: dict[str, list[Chart]] = {}
