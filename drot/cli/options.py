@@ -131,8 +131,8 @@ PROGRESS = [
         autocompletion=lambda: list(FORMS),
         rich_help_panel="Run",
         help="Progress on stderr. auto: bars on a terminal, otherwise lines. json: one JSON object a line, "
-        "with the seconds since the start, phase, layer, layers, step, steps, loss, and name, the model among "
-        "several. In the phases read and tokenize a step is a character. none: no progress.",
+        "with the seconds since the start, phase, layer, layers, step, steps, loss, and name, the model "
+        "among several. In the phases read and tokenize a step is a character. none: no progress.",
     ),
 ]
 
