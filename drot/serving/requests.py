@@ -10,6 +10,8 @@ from drot.core.checks import shortened
 
 #: as many as OpenAI has
 MOST_STOPS = 4
+#: settings of a GenerationConfig that OpenAI's API lacks, under the names that vLLM and SGLang give them
+BEYOND_OPENAI = ("top_k", "min_p", "repetition_penalty")
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[int, Field(ge=1)]
 
@@ -25,6 +27,10 @@ class Completion(Part):
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    # those of BEYOND_OPENAI
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     # transformers makes a factor of it, 1 + penalty
     frequency_penalty: Annotated[float, Field(gt=-1, le=2)] | None = None
     max_tokens: Tokens | None = None

@@ -33,7 +33,7 @@ from drot.checkpoint.load import load, load_tokenizer
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.serving.engine import SEED, Engine, OneEngine, stops_of
-from drot.serving.requests import Chat, Completion, check_body
+from drot.serving.requests import BEYOND_OPENAI, Chat, Completion, check_body
 from drot.serving.stops import before_stop
 
 #: seconds that running requests have to end when the server stops, and streams then have to say so
@@ -58,7 +58,8 @@ class _OneModel:
             raise HTTPException(404, _no_other(name, body["model"]))
         vocabulary = self.served[1].config.get_text_config().vocab_size
         check_body(self.kind, body, seeds=self.engine.batch is None, vocabulary=vocabulary)
-        super()._validate_request(body)  # type: ignore[misc]
+        known = {name: value for name, value in body.items() if name not in BEYOND_OPENAI}
+        super()._validate_request(known)  # type: ignore[misc]
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         return self.served
@@ -68,6 +69,9 @@ class _OneModel:
         config = super()._build_generation_config(others, base, use_cb=use_cb)  # type: ignore[misc]
         if bias := body.get("logit_bias"):  # transformers takes that of chats alone, and no whole numbers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()}
+        for name in BEYOND_OPENAI:
+            if (value := body.get(name)) is not None:
+                setattr(config, name, 0 if (name, value) == ("top_k", -1) else value)  # both switch it off
         if body.get("temperature"):  # transformers takes the temperature, and stays greedy for a greedy model
             config.do_sample = True
         if body.get("seed") is not None:

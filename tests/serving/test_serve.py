@@ -158,6 +158,9 @@ def test_a_prompt_beyond_the_context_is_refused(batched, packed):
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
         ({"prompt": "x", "top_p": 2}, "top_p"),
+        ({"prompt": "x", "top_k": 1.5}, "top_k"),
+        ({"prompt": "x", "min_p": -1}, "min_p"),
+        ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
         ({"prompt": "x", "n": 2}, "n: "),
         ({"prompt": "x", "presence_penalty": 1.5}, "presence_penalty: must be 0 or left out"),
         ({"prompt": "x", "stop": [1]}, "stop"),
@@ -193,6 +196,26 @@ def test_a_bias_draws_a_token(way, packed, request):
     assert status == 200 and answer["choices"][0]["message"]["content"].count("x") == 3, answer
     texts = [post(server, {"prompt": "y", **common, "logit_bias": bias})[1]["choices"] for bias in ({}, None)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("way", ["batched", "sequential"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_settings_beyond_those_of_openai(way, path, request):
+    """Of top_k 1 and of min_p 1 the most likely token is left; a penalty changes a greedy answer."""
+    server = request.getfixturevalue(way)
+    asked = {"max_tokens": 12, "temperature": 1.5}
+    asked |= {"prompt": "def f("} if "chat" not in path else {"messages": [{"role": "user", "content": "add"}]}
+
+    def answer(**settings):
+        status, answer = post(server, asked | settings, path)
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+
+    greedy = answer(temperature=0)
+    assert answer(top_k=1) == answer(min_p=1.0) == greedy
+    assert answer(temperature=0, top_k=-1, min_p=None) == greedy
+    assert answer(temperature=0, repetition_penalty=0.01) != greedy
 
 
 def test_an_image_is_refused_in_words(batched):
