@@ -137,6 +137,12 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
+#: files of which most tokenizers have one
+VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+#: tokens that a tokenizer without such a file has at least: the bytes
+BYTES = 256
+
+
 def has_tokenizer(path: str | Path) -> bool:
     """Whether `path` has a tokenizer: True for a hub name, and for a folder that holds a tokenizer's files.
 
@@ -171,6 +177,12 @@ def load_tokenizer(path: str | Path) -> Any:
         raise UserError(f"{path} holds no tokenizer: copy the tokenizer's files of its base model into it")
     from transformers import AutoTokenizer
 
-    folder = model_folder(path)
-    with silent_transformers(f"cannot load a tokenizer from {str(path)!r}"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf_file(path))
+    folder, gguf = model_folder(path), gguf_file(path)
+    lost = gguf is None and not any(any(folder.glob(name)) for name in VOCABULARIES)
+    hint = ", which has no tokenizer.json: copy that of its base model into it" if lost else ""
+    problem = f"cannot load a tokenizer from {str(path)!r}{hint}"
+    with silent_transformers(problem):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    if lost and len(tokenizer) < BYTES:  # of some classes, transformers makes an empty tokenizer
+        raise UserError(problem)
+    return tokenizer

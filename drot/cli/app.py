@@ -105,7 +105,9 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
-        return 2, f"{format_message()} ({_help_line(error, command)} lists the options)"
+        cause = error.__cause__  # pydantic's message does not say what came
+        got = f"; got {shortened(cause.errors()[0]['input'])}" if hasattr(cause, "errors") else ""
+        return 2, f"{format_message()}{got} ({_help_line(error, command)} lists the options)"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of any option or argument
         return 2, f"the name {shortened(error.filename)} is too long for a file: shorten it"
     return 1, f"{type(error).__name__}: {error}{'' if debug else ' (--debug shows where)'}"

@@ -28,8 +28,8 @@ def sample(
         model MODEL: The model that is to be pruned: a name on the Hugging Face hub, or a local folder.
     Text:
         out FILE.jsonl: File to write, with a text in each row. It must be new.
-        tokens: Length of the text in tokens, rounded up to whole rows. The default is what half of a default
-            calibration reads with --quality best, and twice what it reads otherwise.
+        tokens: Length of the text in tokens, rounded up to whole rows. The default is enough for drot prune
+            --calibration TEXT,own.jsonl with its other defaults, also with --quality best, which reads more.
         seqlen: Tokens of a row. Each row begins with a random token.
         seed: Seed of the random tokens. The same seed gives the same text on the same machine.
     Run:

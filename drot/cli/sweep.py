@@ -1,6 +1,7 @@
 """The command `drot sweep`, and its table."""
 
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from drot.checkpoint.tables import Table, number
@@ -70,26 +71,38 @@ def sweep(
         print_sweep(result)
 
 
-def _short(heading: str) -> str:
-    """The heading of a column, as in `gap closed /data/a.txt`, with the last part of a path alone."""
-    measure, _, path = heading.partition("/")
-    return measure + path.rpartition("/")[2] if measure.endswith((" ", ":")) else heading
+def _names(sources: Sequence[str]) -> dict[str, str]:
+    """Text → its heading: the name of a file alone, if no other text has it."""
+    short = {source: PurePath(source).stem if "/" in source else source for source in sources}
+    return short if len(set(short.values())) == len(short) else {source: source for source in sources}
+
+
+def _table(result: "SweepResult") -> Table:
+    """A row for the dense model and one for each cell. A text has one column, with the gap closed."""
+    first = result.rows[0]
+    names = _names([heading.partition(" ")[2] for heading in first if heading.startswith("perplexity ")])
+    tasks = [heading.partition(" ")[2] for heading in first if heading.startswith("accuracy ")]
+    fields = result.fields or ("cell",)
+    rows = [
+        dict.fromkeys(fields, "")
+        | {names[text]: number(first[f"dense {text}"], ".3f") for text in names}
+        | {task: number(first[f"dense accuracy {task}"], ".1%") for task in tasks}
+    ]
+    rows[0][fields[0]] = "(dense)"
+    for row in result.rows:
+        cells = {field: str(row[field]) for field in fields}
+        for text, name in names.items():
+            gap = row[f"gap closed {text}"]
+            cells[name] = number(row[f"perplexity {text}"], ".3f") + ("" if gap is None else f" ({gap:.0%})")
+        cells |= {task: number(row[f"accuracy {task}"], ".1%") for task in tasks}
+        rows.append(cells | {"seconds": number(row["seconds"], ".1f")})
+    accuracies = ", accuracy in each task" if tasks else ""
+    return Table(f"Sweep: perplexity on each text (gap closed){accuracies}", rows)
 
 
 def print_sweep(result: "SweepResult") -> None:
     """Prints a table with a row for each cell, the skipped combinations, and the written files."""
-    forms = {"perplexity": ".3f", "dense": ".3f", "gap": ".0%", "accuracy": ".1%", "seconds": ".1f"}
-    heads = {heading: _short(heading) for heading in result.rows[0]}
-    if len(set(heads.values())) < len(heads):  # two texts whose files have one name
-        heads = {heading: heading for heading in heads}
-    rows = []
-    for row in result.rows:
-        cells = {field: str(row[field]) for field in result.fields}
-        for heading, value in row.items():
-            if (kind := heading.split()[0]) in forms:
-                cells[heads[heading]] = number(value, forms[kind])
-        rows.append(cells)
-    print_table(Table("Sweep", rows), texts=0)
+    print_table(_table(result), texts=len(result.fields or ("cell",)))
     for each in result.skipped:
         if each.refused:
             print_line(f"Not run: {each.label}: {each.reason}")

@@ -66,7 +66,7 @@ class Recipe:
                 raise UserError(f"{name} must hold the fields of a section; got {shortened(values)}")
             known = fields_of(make)
             fields = {known_field(key, known, name): value for key, value in values.items()}
-            parts[name] = make(**(with_point(fields) if name == "rotation" else fields))
+            parts[name] = make(**fields)
         return cls(**parts, **more)
 
     @classmethod

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import ArgsKwargs
 
 from drot.config.settings import settings
 from drot.core.checks import shortened
@@ -124,7 +125,9 @@ class RotationConfig:
     0.7 for fast with `objective` entropy.
     """
     early_stop: float = Field(default=1e-5, ge=0)
-    """fast stops when the loss changes by less than this share in a step. 0: it never does."""
+    """The optimizer fast ends the training when a step changes the loss by less than this share. 0: it takes all
+    steps.
+    """
     training_tokens: int | None = Field(default=None, ge=0)
     """Calibration tokens for each channel of the hidden state with which the rotations are trained: the first
     sequences. 0: all tokens, which pruning always reads. Default: 32; all with `optimizer` paper and
@@ -151,6 +154,11 @@ class RotationConfig:
     """Dtype of the matrix products of the training. auto is bfloat16 on a GPU, and float32 on a CPU."""
     reference_compat: bool = False
     """Compute SparseGPT's score as the paper's code does, which adds the damping twice."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_a_point(cls, given: ArgsKwargs) -> ArgsKwargs:
+        return ArgsKwargs((), with_point(given.kwargs or {}))
 
     @model_validator(mode="after")
     def _rate_of_the_optimizer(self) -> Self:

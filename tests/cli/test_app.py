@@ -89,6 +89,11 @@ def test_a_usage_error_names_the_help_that_has_the_option(line, hint, capsys):
     assert capsys.readouterr().err.endswith(f"({hint} lists the options)\n")
 
 
+@pytest.mark.parametrize("line", ["prune m --nsamples ten", "bench --repeats ten"])
+def test_a_usage_error_says_what_came(line, capsys):
+    assert cli.run(line.split()) == 2 and "; got 'ten' (" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_docstring_of_a_command_has_its_parameters(command):
     """An option stands in it, with its help; a parameter that it does not name would have no option."""

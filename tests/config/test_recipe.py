@@ -59,6 +59,7 @@ def test_a_published_method_is_not_changed_unless_that_is_asked_for(rotation, ex
 def test_a_point_is_a_mode_of_a_recipe_file_and_of_replace(point):
     recipe = Recipe.from_dict({"rotation": {"mode": point}})
     assert recipe == Recipe().replace(mode=point) == Recipe().replace(**POINTS[point])
+    assert recipe.rotation == RotationConfig(mode=point)
     assert point_of(resolve(recipe).rotation) == point
     with pytest.raises(UserError, match="`mode` stock has no R3"):
         Recipe().replace(mode="stock", down_rotation=32)

@@ -204,7 +204,9 @@ def test_settings_beyond_those_of_openai(way, path, request):
     """Of top_k 1 and of min_p 1 the most likely token is left; a penalty changes a greedy answer."""
     server = request.getfixturevalue(way)
     asked = {"max_tokens": 12, "temperature": 1.5}
-    asked |= {"prompt": "def f("} if "chat" not in path else {"messages": [{"role": "user", "content": "add"}]}
+    asked |= (
+        {"prompt": "def f("} if "chat" not in path else {"messages": [{"role": "user", "content": "add"}]}
+    )
 
     def answer(**settings):
         status, answer = post(server, asked | settings, path)
