@@ -105,7 +105,7 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
-        cause = error.__cause__  # pydantic's message does not say what came
+        cause: Any = error.__cause__  # pydantic's, whose message does not say what came
         got = f"; got {shortened(cause.errors()[0]['input'])}" if hasattr(cause, "errors") else ""
         return 2, f"{format_message()}{got} ({_help_line(error, command)} lists the options)"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of any option or argument

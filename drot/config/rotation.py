@@ -125,8 +125,8 @@ class RotationConfig:
     0.7 for fast with `objective` entropy.
     """
     early_stop: float = Field(default=1e-5, ge=0)
-    """The optimizer fast ends the training when a step changes the loss by less than this share. 0: it takes all
-    steps.
+    """The optimizer fast ends the training when a step changes the loss by less than this share. 0: it takes
+    all steps.
     """
     training_tokens: int | None = Field(default=None, ge=0)
     """Calibration tokens for each channel of the hidden state with which the rotations are trained: the first
