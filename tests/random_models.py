@@ -33,6 +33,7 @@ MIXTURES = {
     "hy_v3": "num_experts",
     "mellum": "num_experts",
     "deepseek_v32": "n_routed_experts",
+    "lfm2_moe": "num_experts",
 }
 #: mixtures whose router divides the experts into groups
 GROUPED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open", "exaone_moe", "deepseek_v32")
@@ -53,14 +54,19 @@ SHARED = {
 }
 #: families some of whose layers have a linear attention
 LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+#: families some of whose layers have a short convolution or a Mamba → the name of such a layer
+CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv", "granitemoehybrid": "linear_attention"}
 #: those whose full attention has heads of another size
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 #: families with a latent attention
 LATENT_ATTENTION = ("deepseek_v3", "youtu", "minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v32")
 #: those whose config demands a hidden size that the heads divide
-DIVIDED = ("llama", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text", "deepseek_v2")
+DIVIDED = (
+    *("llama", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text", "deepseek_v2"),
+    *("internlm3", "iquestcoder", "hyperclovax"),
+)
 #: those without a head_dim of their own
-ONE_HEAD_DIM = ("phi3", "cohere", "cohere2", "opt", "olmoe")
+ONE_HEAD_DIM = ("phi3", "cohere", "cohere2", "opt", "olmoe", *CONVOLUTIONS)
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -142,6 +148,8 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     if family in ("glm4_moe_lite", "mellum", "hy_v3"):
         kinds = st.sampled_from(["dense", "sparse"])
         chosen["mlp_layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    elif family == "lfm2_moe":
+        chosen |= dict(num_dense_layers=draw(st.integers(0, layers)), use_expert_bias=draw(st.booleans()))
     elif family in (*GROUPED, "deepseek_v2"):
         chosen["first_k_dense_replace"] = draw(st.integers(0, layers))
     if family == "glm4_moe":
@@ -199,7 +207,7 @@ def settings_of_models(
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
     # Phi-3's config compares the factors of RoPE with hidden / heads; the others have no other head_dim
     own = st.just(heads * head_dim)
-    hidden = draw(own if family in ONE_HEAD_DIM else st.one_of(sizes, own))
+    hidden = draw(own if family in ("helium", *ONE_HEAD_DIM) else st.one_of(sizes, own))
     layers = draw(st.sampled_from([2, 1, 3]))
     chosen: dict[str, Any] = dict(
         family=family,
@@ -252,13 +260,20 @@ def settings_of_models(
         "hy_v3",
         "mellum",
         "deepseek_v32",
+        "helium",
+        "internlm3",
+        "iquestcoder",
+        "hyperclovax",
+        "granitemoehybrid",
     ):
         chosen["attention_bias"] = draw(st.booleans())
-    if family in LINEAR_ATTENTION:
-        types = ["linear_attention", "full_attention"]  # both: the cache of full attention counts the tokens
+    if family in (*LINEAR_ATTENTION, *CONVOLUTIONS):
+        other = CONVOLUTIONS.get(family, "linear_attention")
+        types = [other, "full_attention"]  # both: the cache of full attention counts the tokens
         more = st.lists(st.sampled_from(types), min_size=max(layers - 2, 0), max_size=max(layers - 2, 0))
         chosen["layer_types"] = draw(st.permutations([*types, *draw(more)]))
-        chosen["num_hidden_layers"] = len(chosen["layer_types"])
+        layers = chosen["num_hidden_layers"] = len(chosen["layer_types"])
+    if family in LINEAR_ATTENTION:
         key_heads, more = draw(st.integers(1, 2)), draw(st.integers(1, 2))
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
         chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}
@@ -293,13 +308,34 @@ def settings_of_models(
         "minicpm3",
         "deepseek_v2",
         "hy_v3",
+        "helium",
+        "iquestcoder",
+        "hyperclovax",
     ):
         chosen["mlp_bias"] = draw(st.booleans())
-    if family in ("granite", "granitemoe"):
+    if family == "internlm3":
+        chosen["mlp_bias"] = chosen["attention_bias"]
+    if family in ("lfm2", "lfm2_moe"):
+        chosen |= dict(norm_eps=chosen.pop("rms_norm_eps"), conv_bias=draw(st.booleans()))
+        del chosen["hidden_act"]  # it is always SiLU
+    if family == "lfm2":
+        chosen |= dict(block_auto_adjust_ff_dim=draw(st.booleans()), block_multiple_of=multiple)
+        chosen["block_ffn_dim_multiplier"] = draw(st.sampled_from([0.9, 1.0, 1.7]))
+    if family == "granitemoehybrid":
+        chosen |= dict(num_local_experts=0, shared_intermediate_size=chosen["intermediate_size"])
+        chosen |= dict(mamba_n_heads=heads, mamba_n_groups=kv_heads, mamba_d_state=draw(st.integers(4, 8)))
+        chosen["mamba_d_head"] = 2 * hidden // heads
+        chosen |= {f"mamba_{part}_bias": draw(st.booleans()) for part in ("conv", "proj")}
+        chosen["position_embedding_type"] = draw(st.sampled_from([None, "rope"]))
+    if family in ("granite", "granitemoe", "granitemoehybrid", "hyperclovax"):
         multipliers = ("residual", "embedding", "attention")
         chosen |= {f"{of}_multiplier": draw(st.sampled_from([0.22, 1.0, 3.0])) for of in multipliers}
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
-    if family == "granitemoe":  # with 3 times the scores, fp32 rounds the logits by 1e-5
+    if family in (
+        "granitemoe",
+        "granitemoehybrid",
+        "hyperclovax",
+    ):  # with 3 times the scores, fp32 rounds the logits by 1e-5
         chosen["attention_multiplier"] = draw(st.sampled_from([0.22, 1.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)
@@ -328,6 +364,7 @@ def settings_of_models(
         "cohere2",
         "exaone_moe",
         "mellum",
+        "ministral",
         *GEMMA4,
     ):
         types = st.sampled_from(["sliding_attention", "full_attention"])

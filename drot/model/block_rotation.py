@@ -1,12 +1,14 @@
 """R3, the rotation of the input of down_proj in diagonal blocks, as the module that applies it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from drot.machine.devices import has_kernels
+from drot.model.family import Family
 from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Name of the module in an MLP, or in the module of all experts, that holds R3.
@@ -15,6 +17,13 @@ DOWN_ROTATION = "down_rotation"
 #: R3, are one op.
 SILU = (nn.SiLU, SiLUActivation)
 SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: the activation of a family that calls it as a function
+_SILU_FUNCTION = nn.SiLU()
+
+
+def activation_of(mlp: nn.Module, family: Family) -> Any:
+    """What acts on the outputs of the gate of an MLP, or of experts."""
+    return _SILU_FUNCTION if family.activation is None else getattr(mlp, family.activation)
 
 
 class BlockRotation(nn.Module):

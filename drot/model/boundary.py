@@ -34,6 +34,7 @@ holds R3 the norm of its MLP. A program that reads a checkpoint as a stock model
 tensor in each of these layers. It cannot compute with weights of another basis.
 """
 
+import inspect
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -53,15 +54,10 @@ from drot.model.one_op import GatedMLP
 ROTATION_MODULE = "residual_rotation"
 #: Prefix of the name of a norm in a decoder layer that holds Q or R3.
 NORM_PREFIX = "rotated_"
-#: argument of a layer → that of its linear attention, of which some are those of older versions of
-#: transformers
-LINEAR_ARGUMENTS = {
-    "cache": "cache",
-    "past_key_values": "cache_params",
-    "attention_mask": "attention_mask",
-    "cu_seq_lens_q": "cu_seq_lens_q",
-    "seq_idx": "seq_idx",
-}
+#: Arguments of a layer that its linear attention, convolution or Mamba takes as well, and the names of the
+#: cache, of which all but `cache` are those of older versions of transformers.
+LINEAR_ARGUMENTS = ("attention_mask", "cu_seq_lens_q", "seq_idx")
+CACHES = ("cache", "past_key_values", "cache_params")
 #: vectors with which `check_rotations` probes a rotation
 PROBES = 4
 #: largest ‖QᵀQx - x‖ / ‖x‖ of a rotation in fp32; rounding gives about 1e-7
@@ -90,12 +86,14 @@ class RotatedLayer(Mixin):
     `add_boundary_rotation` and `add_down_rotation` change the class of a layer.
 
     renamed: the stock names of the norms that have NORM_PREFIX; the forward finds the norms under them.
+    cache_argument: the name that its linear attention has for the cache, of CACHES.
     """
 
     family: Family
     training: bool
     renamed: tuple[str, ...]
     boundary_place: BoundaryPlace | None = None
+    cache_argument: str = CACHES[0]
     residual_rotation: nn.Module
 
     def __init_subclass__(cls) -> None:
@@ -115,9 +113,8 @@ class RotatedLayer(Mixin):
         family = self.family
         read = self._read(hidden_states, 0)
         if family.linear_attention:
-            kwargs = {
-                LINEAR_ARGUMENTS[name]: each for name, each in kwargs.items() if name in LINEAR_ARGUMENTS
-            }
+            own = dict.fromkeys(CACHES, self.cache_argument) | {name: name for name in LINEAR_ARGUMENTS}
+            kwargs = {own[name]: each for name, each in kwargs.items() if name in own}
         attended = getattr(self, family.attention)(hidden_states=read, **kwargs)
         if not family.linear_attention:
             attended, _ = attended
@@ -258,6 +255,9 @@ def add_boundary_rotation(
     rotation.requires_grad_(False)
     setattr(layer, ROTATION_MODULE, rotation)
     layer.boundary_place = place
+    if family.linear_attention:
+        taken = inspect.signature(getattr(layer, family.attention).forward).parameters
+        layer.cache_argument = next(name for name in CACHES if name in taken)
     _fit_class(layer, family)
     return rotation
 
@@ -266,6 +266,7 @@ def remove_boundary_rotation(layer: Any) -> None:
     """Undoes `add_boundary_rotation`."""
     for added in (ROTATION_MODULE, "boundary_place"):
         delattr(layer, added)
+    layer.__dict__.pop("cache_argument", None)
     _fit_class(layer, layer.family)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from drot.core.errors import UserError
 from drot.model.attentions import hybrid, latent
+from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, with_short_convolutions
 from drot.model.dense import (
     COHERE,
     GEMMA4,
@@ -32,6 +33,7 @@ from drot.model.sizes import Width, absent_widths, experts_of, layer_kind, width
 FAMILIES = {
     "llama": LLAMA,
     "mistral": replace(LLAMA, models="Mistral"),
+    "ministral": replace(LLAMA, models="Ministral 8B"),
     "ministral3": replace(LLAMA, models="Ministral 3"),
     "qwen2": replace(LLAMA, models="Qwen2, Qwen2.5"),
     "qwen3": replace(LLAMA, models="Qwen3"),
@@ -41,12 +43,28 @@ FAMILIES = {
         LLAMA, models="Hunyuan", untouched=("self_attn.query_layernorm", "self_attn.key_layernorm")
     ),
     "cwm": replace(LLAMA, models="Code World Model"),
+    "helium": replace(LLAMA, models="Helium 1"),
+    "internlm3": replace(LLAMA, models="InternLM3"),
+    "iquestcoder": replace(LLAMA, models="IQuest-Coder"),
     # its multiplier of the embedding commutes with rotations
     "gemma": replace(LLAMA, models="Gemma 1", norm_offset=1.0),
     "seed_oss": replace(LLAMA, models="Seed-OSS", mlp_dropout="residual_dropout"),
     # its multipliers of the embedding, of the attention's scores and of the logits commute with rotations
     "granite": replace(
         LLAMA, models="Granite 3", residual_multiplier="residual_multiplier", logits_divisor="logits_scaling"
+    ),
+    "granitemoehybrid": replace(
+        GRANITE4,
+        models="Granite 4.0 without experts",
+        needs="GroupWeightRename",  # an older transformers names the kinds of layers in another way
+    ),
+    "hyperclovax": replace(
+        inside(LLAMA),
+        models="HyperCLOVA X SEED Think",
+        post_norms=("post_norm1", "post_norm2"),
+        residual_multiplier="residual_multiplier",
+        logits_multiplier="logits_scaling",
+        required=(("use_post_norm", True),),
     ),
     "phi3": replace(
         LLAMA.with_fused("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")).with_fused(
@@ -94,6 +112,7 @@ FAMILIES = {
         models="Qwen3.5",
         needs="PrefixChange",
     ),
+    "lfm2": with_short_convolutions(LFM2_ATTENTION),
     "youtu": replace(latent(LLAMA), models="Youtu-LLM"),
     "minicpm3": replace(
         latent(LLAMA),

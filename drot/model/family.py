@@ -120,7 +120,7 @@ class Family:
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
         stream.
     mlp_front: the modules of the MLP that the layer itself calls, one after the other, before it calls `mlp`.
-    activation: the module of the MLP that acts on the outputs of the gate.
+    activation: the module of the MLP that acts on the outputs of the gate; None if that is a function, SiLU.
     gated: the method of the experts that makes the input of down_proj from the outputs of gate and up, which
         alternate; None if it is activation(gate) * up.
     mlp_dropout: the attribute of the MLP with the probability of the dropout of its outputs.
@@ -164,7 +164,7 @@ class Family:
     attention: str
     mlp: str
     mlp_front: tuple[str, ...] = ()
-    activation: str = "act_fn"
+    activation: str | None = "act_fn"
     gated: str | None = None
     mlp_dropout: str | None = None
     residual_multiplier: str | None = None

@@ -3,8 +3,16 @@
 from dataclasses import replace
 
 from drot.model.attentions import hybrid, latent
+from drot.model.convolutions import LFM2_ATTENTION, with_short_convolutions
 from drot.model.dense import LLAMA
 from drot.model.family import Family, InputGroup, LinearSpec
+
+
+def files_of_experts(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[str, str], ...]:
+    """The `expert_files` of a family whose files have these names for the linears of an expert."""
+    names = zip(("gate_proj", "up_proj", "down_proj"), (gate, up, down), strict=True)
+    return tuple((part, f"{mlp}.experts.{{}}.{name}.weight") for part, name in names)
+
 
 #: Experts in place of the MLP. Each has its own blocks of R3.
 MIXTURE = replace(
@@ -33,11 +41,7 @@ MIXTURE = replace(
         ),
     ),
     kinds=(("dense", LLAMA),),
-    expert_files=(
-        ("gate_proj", "mlp.experts.{}.gate_proj.weight"),
-        ("up_proj", "mlp.experts.{}.up_proj.weight"),
-        ("down_proj", "mlp.experts.{}.down_proj.weight"),
-    ),
+    expert_files=files_of_experts("mlp", "gate_proj", "up_proj", "down_proj"),
 )
 
 
@@ -100,11 +104,7 @@ def with_mlp_at(family: Family, mlp: str) -> Family:
 #: A mixture with shared experts without a gate.
 SHARED = with_shared_experts(MIXTURE, "mlp.shared_experts")
 #: the names in files of the experts of Mixtral, as `expert_files`
-W1_W3_W2 = (
-    ("gate_proj", "block_sparse_moe.experts.{}.w1.weight"),
-    ("up_proj", "block_sparse_moe.experts.{}.w3.weight"),
-    ("down_proj", "block_sparse_moe.experts.{}.w2.weight"),
-)
+W1_W3_W2 = files_of_experts("block_sparse_moe", "w1", "w3", "w2")
 
 #: `model_type` of a config.json → family
 MIXTURES = {
@@ -174,6 +174,21 @@ MIXTURES = {
         latent(SHARED),
         models="DeepSeek-V2",
         needs="GroupWeightRename",  # an older transformers chooses the experts elsewhere
+    ),
+    "lfm2_moe": with_short_convolutions(
+        replace(
+            LFM2_ATTENTION,
+            models="LFM2 MoE",
+            experts="feed_forward.experts",
+            router="feed_forward.gate",
+            groups=(
+                *LFM2_ATTENTION.groups[:2],
+                replace(with_mlp_at(MIXTURE, "feed_forward").groups[2], norm="ffn_norm"),
+                with_mlp_at(MIXTURE, "feed_forward").groups[3],
+            ),
+            kinds=(("dense", LFM2_ATTENTION),),
+            expert_files=files_of_experts("feed_forward", "w1", "w3", "w2"),
+        )
     ),
     "dots1": replace(SHARED, models="dots.llm1"),
     "solar_open": replace(SHARED, models="Solar Open", kinds=()),

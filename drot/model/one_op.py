@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drot.model.block_rotation import DOWN_ROTATION, SILU, gated_activation
+from drot.model.block_rotation import DOWN_ROTATION, SILU, activation_of, gated_activation
 from drot.model.family import Family
 from drot.model.linear import module_at
 from drot.model.mixins import Mixin, mix, unmix
@@ -31,7 +31,7 @@ class GatedMLP(Mixin):
         family, (inputs, output) = self.family, self.parts
         outputs = [getattr(self, name)(x) for name in inputs]
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        gated = getattr(self, DOWN_ROTATION, gated_activation)(gate, up, getattr(self, family.activation))
+        gated = getattr(self, DOWN_ROTATION, gated_activation)(gate, up, activation_of(self, family))
         result: Tensor = getattr(self, output)(gated)
         if family.mlp_dropout is None:
             return result
@@ -59,7 +59,7 @@ def use_one_op(layer: nn.Module, family: Family) -> None:
         if not isinstance(norm, OneOpNorm):
             mix(norm, OneOpNorm)
     for path, mlp in _mlps(layer, family):
-        if not isinstance(mlp, GatedMLP) and isinstance(getattr(mlp, family.activation), SILU):
+        if not isinstance(mlp, GatedMLP) and isinstance(activation_of(mlp, family), SILU):
             mix(mlp, GatedMLP, family=family, parts=family.mlp_parts(path))
 
 

@@ -14,6 +14,8 @@ from drot.core.errors import UserError
 #: latents of queries and of keys and values, and `latent_kv_rope` is that with the part of the keys that RoPE
 #: turns. `mla_query`, `mla_kv` and `mla_value` are heads · head_dim of queries, of keys without RoPE together
 #: with values, and of values. `whole_query` is `mla_query` in a model whose queries have no latent.
+#: `convolved` is the width of what a short convolution reads with its two gates. `mamba` is the width of the
+#: values of a Mamba, and `mamba_in` that with a gate for each, and with what makes its state and its step.
 Width = Literal[
     "hidden",
     "query",
@@ -33,11 +35,14 @@ Width = Literal[
     "mla_kv",
     "mla_value",
     "whole_query",
+    "convolved",
+    "mamba",
+    "mamba_in",
 ]
 #: the widths that are 0 in some models of a family, which then lack the linears of this width
 MAY_BE_ABSENT: tuple[Width, ...] = ("shared", "latent_q", "whole_query")
 #: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
-#: attention, `keys` an attention whose keys are its values too.
+#: attention, a short convolution or a Mamba, `keys` an attention whose keys are its values too.
 LayerKind = Literal["", "dense", "linear", "linear dense", "keys"]
 
 
@@ -70,7 +75,7 @@ def layer_kind(config: Any, index: int) -> LayerKind:
     types = getattr(config, "layer_types", None)
     attention = types[index] if types else ""
     found = {
-        "linear": attention == "linear_attention",
+        "linear": attention in ("linear_attention", "mamba", "conv"),
         "keys": attention == "full_attention" and bool(getattr(config, "attention_k_eq_v", False)),
         "dense": _is_dense(config, index),
     }
@@ -83,7 +88,9 @@ def _is_dense(config: Any, index: int) -> bool:
         return False
     if (types := getattr(config, "mlp_layer_types", None)) is not None:
         return bool(types[index] == "dense")
-    dense = index < (getattr(config, "first_k_dense_replace", None) or 0)
+    dense = any(
+        index < (getattr(config, first, None) or 0) for first in ("first_k_dense_replace", "num_dense_layers")
+    )
     dense |= index in (getattr(config, "mlp_only_layers", None) or ())
     for step in ("decoder_sparse_step", "moe_layer_interval"):
         dense |= (index + 1) % (getattr(config, step, None) or 1) != 0
@@ -111,7 +118,13 @@ def head_shape(config: Any, index: int) -> HeadShape:
 
 def mlp_width(config: Any) -> int:
     """The intermediate size of the MLP; 0 in a model whose layers all have experts and that names none."""
-    return _first_of(config, "intermediate_size", "ffn_dim")
+    width = _first_of(config, "shared_intermediate_size", "intermediate_size", "ffn_dim")
+    if getattr(config, "block_auto_adjust_ff_dim", False):  # LFM2 gives its MLP two thirds, rounded up
+        width = 2 * width // 3
+        if (multiplier := config.block_ffn_dim_multiplier) is not None:
+            step = config.block_multiple_of
+            width = -(-int(multiplier * width) // step) * step
+    return width
 
 
 def widths_of(config: Any, index: int) -> dict[Width, int]:
@@ -136,6 +149,8 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         "linear_value": value,
         "linear_qkv": 2 * key + value,
         "linear_qkvz": 2 * key + 2 * value,
+        "convolved": 3 * config.hidden_size,
+        **_mamba_widths(config),
         **_latent_widths(config),
     }
 
@@ -144,6 +159,17 @@ def absent_widths(config: Any) -> frozenset[Width]:
     """The widths whose linears a model with `config` lacks."""
     widths = widths_of(config, 0)
     return frozenset(width for width in MAY_BE_ABSENT if not widths[width])
+
+
+def _mamba_widths(config: Any) -> dict[Width, int]:
+    """The widths of a Mamba 2; 0 in other models."""
+    if (heads := getattr(config, "mamba_n_heads", None)) is None:
+        return {"mamba": 0, "mamba_in": 0}
+    values = int(config.mamba_expand * config.hidden_size)
+    return {
+        "mamba": values,
+        "mamba_in": 2 * values + 2 * config.mamba_n_groups * config.mamba_d_state + heads,
+    }
 
 
 def _latent_widths(config: Any) -> dict[Width, int]:

@@ -47,7 +47,7 @@ def from_the_start(layer, stream, group):
             attention.register_forward_hook(lambda m, args, out: middle.append(middle.pop() + out[0])),
         ]
     else:
-        norm = layer.module.post_attention_layernorm
+        norm = getattr(layer.module, "post_attention_layernorm", layer.norms[-1:] and layer.norms[-1])
         handles.append(norm.register_forward_pre_hook(lambda m, args: middle.append(args[0])))
     found = outputs(layer.module, stream)
     for handle in handles:

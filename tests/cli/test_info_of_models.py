@@ -49,7 +49,7 @@ def test_a_known_family(family, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model_type", "facts"),
     [
-        ("helium", "cannot place nothing: compare the forward passes lacks nothing"),
+        ("exaone", "cannot place nothing: compare the forward passes lacks nothing"),
         ("minimax", "cannot place self_attn.norm (RMSNorm), self_attn.qkv_proj (Linear)"),
         ("gpt2", "cannot place ln_1 (LayerNorm), attn.c_attn (Conv1D), attn.c_proj (Conv1D)"),
     ],
@@ -71,8 +71,8 @@ def test_a_model_that_reads_images_too(tmp_path, capsys):
 
 
 def test_prune_names_the_command(tmp_path, capsys):
-    line = refused(capsys, "prune", str(with_config(tmp_path, "helium")), "--out", str(tmp_path / "out"))
-    assert "model type 'helium' is not supported" in line and "drot info MODEL" in line
+    line = refused(capsys, "prune", str(with_config(tmp_path, "exaone")), "--out", str(tmp_path / "out"))
+    assert "model type 'exaone' is not supported" in line and "drot info MODEL" in line
     assert all(name.partition("-")[0] in line for name in FAMILIES)
 
 
