@@ -297,6 +297,20 @@ def swiglu_cases(device: str) -> Iterator[Case]:
                 yield f"swiglu_rotate {tokens} {name} {dtype}", gated, tolerance
 
 
+def rope_cases(device: str) -> Iterator[Case]:
+    for b, h, g, t, d in ((1, 32, 8, 1, 128), (2, 5, 1, 33, 80), (2, 2, 2, 3, 6)):
+        drawn = [torch.randn(size) for size in ((b, h, t, d), (b, g, t, d), (1, t, d), (1, t, d))]
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+            given = [t.to(dtype) for t in drawn]
+            for which, name in enumerate("qk"):
+
+                def turned(given: list[Tensor] = given, which: int = which) -> tuple[Tensor, Tensor]:
+                    want = ops.rope_ref(*(t.double() for t in given))[which]
+                    return ops.rope(*(t.to(device) for t in given))[which].cpu(), want
+
+                yield f"rope {name} {b}x{h}+{g}x{t}x{d} {dtype}", turned, tolerance
+
+
 GROUPS = {
     "qr": qr_cases,
     "retraction": retraction_cases,
@@ -310,6 +324,7 @@ GROUPS = {
     "pack": pack_cases,
     "sparse_linear": sparse_linear_cases,
     "swiglu": swiglu_cases,
+    "rope": rope_cases,
 }
 
 

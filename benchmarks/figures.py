@@ -415,6 +415,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "prune_layer": speeds("prune_layer", "drot", "drot, 50 steps", "drot, 100 steps"),
     "tiny_llama": tiny_llama,
     "swiglu_rotate": speeds("swiglu_rotate", "drot"),
+    "rope": speeds("rope", "drot"),
     "generate": generate,
     "points": points,
     "serve": serve,

@@ -48,6 +48,7 @@ TORCH_LIBRARY(drot, m) {
       "sparse24_linear(Tensor x, Tensor values, Tensor positions, Tensor? bias=None, Tensor? residual=None,"
       " Tensor? rotation=None, Tensor? compressed=None) -> Tensor",
       tags);
+  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)", tags);
   m.def("swiglu_rotate(Tensor gate, Tensor up, Tensor? rotation=None) -> Tensor", tags);
   m.def("sparse24_compress(Tensor values, Tensor positions) -> Tensor", tags);
 
@@ -66,7 +67,7 @@ TORCH_LIBRARY(drot, m) {
 // These raise in a backward pass, where torch would warn and give no gradient. The formula is registered here
 // because one registered in Python takes longer than a small product.
 TORCH_LIBRARY_IMPL(drot, Autograd, m) {
-  for (const char* op : {"sparse24_linear", "pack24", "unpack24", "cholesky_qr"}) {
+  for (const char* op : {"sparse24_linear", "pack24", "unpack24", "cholesky_qr", "rope"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -14,6 +14,7 @@ OPS = {
     "batched_qr --repeats 10": 90,
     "nm_mask --repeats 20": 90,
     "swiglu_rotate --repeats 20": 60,
+    "rope --repeats 20": 40,
     "sparsegpt_sweep --repeats 10": 90,
     "generate --repeats 3": 90,
 }

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer that one op computes, where transformers starts several: norms and gated MLPs.
+"""Parts of a decoder layer that one op computes, where transformers starts several: norms, gated MLPs, RoPE.
 
 With 2:4 weights and few tokens, starting ops takes a large part of a layer's time.
 """
@@ -14,6 +14,7 @@ from drot.model.block_rotation import DOWN_ROTATION, SILU, activation_of, gated_
 from drot.model.family import Family
 from drot.model.linear import module_at
 from drot.model.mixins import Mixin, mix, unmix
+from drot.model.one_op_rope import OneOpRope, has_standard_rope
 
 
 class GatedMLP(Mixin):
@@ -54,7 +55,10 @@ class OneOpNorm(Mixin):
 
 
 def use_one_op(layer: nn.Module, family: Family) -> None:
-    """Lets one op compute each norm and each gated activation of a layer, where drot or torch has the op."""
+    """Lets one op compute each norm, gated activation and RoPE of a layer, where drot or torch has the op."""
+    attention = module_at(layer, family.attention)
+    if not isinstance(attention, OneOpRope) and has_standard_rope(attention):
+        mix(attention, OneOpRope)
     for norm in _rms_norms(layer, family):
         if not isinstance(norm, OneOpNorm):
             mix(norm, OneOpNorm)
@@ -65,6 +69,8 @@ def use_one_op(layer: nn.Module, family: Family) -> None:
 
 def use_stock_ops(layer: nn.Module, family: Family) -> None:
     """Undoes `use_one_op`. An MLP that holds R3 stays a GatedMLP."""
+    if isinstance(attention := module_at(layer, family.attention), OneOpRope):
+        unmix(attention)
     for norm in _rms_norms(layer, family):
         if isinstance(norm, OneOpNorm):
             unmix(norm)

@@ -20,6 +20,7 @@ from drot.ops.pruned_importance import (
     pruned_importance_and_grad,
     pruned_importance_ref,
 )
+from drot.ops.rope import rope, rope_ref
 from drot.ops.skew_momentum import skew_momentum, skew_momentum_ref
 from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse24_linear_ref
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref

@@ -4,7 +4,7 @@ A fake kernel returns the shapes and dtypes of the results; torch.compile needs 
 imports this module, so that the import of any op registers all of them.
 
 `swiglu_rotate` has its formula in C++ (csrc/ops/swiglu_rotate.cpp). The other ops without a formula here have
-no gradient: `sparse24_linear`, `pack24`, `unpack24` and `cholesky_qr` raise in a backward pass
+no gradient: `sparse24_linear`, `pack24`, `unpack24`, `cholesky_qr` and `rope` raise in a backward pass
 (csrc/bindings.cpp), `spectral_step` returns nothing, and the results of the others do not require a gradient.
 """
 
@@ -47,6 +47,7 @@ FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     ),
     "polar_start": lambda squared, *_: _like(squared),
     "pruned_importance": _loss_and_gradients,
+    "rope": lambda q, k, *_: tuple(_like(t.transpose(1, 2)).transpose(1, 2) for t in (q, k)),
     "skew_momentum": lambda product, *_: _like(product),
     "sparse24_compress": lambda values, positions: positions.new_empty(
         torch.library.get_ctx().new_dynamic_size()

@@ -1,12 +1,17 @@
-"""The norms and gated MLPs of a layer that one op computes."""
+"""The norms, the gated MLPs and the RoPE of a layer that one op computes."""
+
+import copy
 
 import pytest
 import torch
 from small_models import FAMILIES, random_tokens, small_model
 from torch import nn
 
+from drot.model import one_op_rope
 from drot.model.decoder import DecoderModel
+from drot.model.mixins import mix
 from drot.model.one_op import GatedMLP, OneOpNorm, use_one_op, use_stock_ops
+from drot.model.one_op_rope import OneOpRope
 
 
 @torch.no_grad()
@@ -25,9 +30,10 @@ def use(function, model) -> None:
 
 
 def replaced(model: nn.Module) -> dict[str, int]:
-    """How many modules of the first layer are OneOpNorms and GatedMLPs."""
+    """How many modules of the first layer are OneOpNorms, GatedMLPs and OneOpRopes."""
     modules = list(DecoderModel(model).layers[0].module.modules())
-    return {kind.__name__: sum(isinstance(m, kind) for m in modules) for kind in (OneOpNorm, GatedMLP)}
+    kinds = (OneOpNorm, GatedMLP, OneOpRope)
+    return {kind.__name__: sum(isinstance(m, kind) for m in modules) for kind in kinds}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,22 +50,61 @@ def test_the_logits_stay(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "norms", "mlps"),
+    ("family", "norms", "mlps", "ropes"),
     [
-        ("llama", 2, 1),
-        ("qwen3", 4, 1),
-        ("phi3", 2, 1),
-        ("olmo2", 4, 1),
-        ("gemma2", 0, 0),  # norms multiply by 1 + γ, and the activation is GELU
-        ("cohere", 0, 1),  # norms subtract the mean
-        ("starcoder2", 0, 0),  # and no gate
-        ("mixtral", 2, 0),  # experts
+        ("llama", 2, 1, 1),
+        ("qwen3", 4, 1, 1),
+        ("phi3", 2, 1, 1),
+        ("olmo2", 4, 1, 1),
+        ("gemma2", 0, 0, 1),  # norms multiply by 1 + γ, and the activation is GELU
+        ("cohere", 0, 1, 0),  # norms subtract the mean, and RoPE turns neighbours
+        ("starcoder2", 0, 0, 1),  # no gate
+        ("mixtral", 2, 0, 1),  # experts
+        ("opt", 0, 0, 0),
     ],
 )
-def test_which_modules(family: str, norms: int, mlps: int) -> None:
+def test_which_modules(family: str, norms: int, mlps: int, ropes: int) -> None:
     model = small_model(family)
     use(use_one_op, model)
-    assert replaced(model) == {"OneOpNorm": norms, "GatedMLP": mlps}
+    assert replaced(model) == {"OneOpNorm": norms, "GatedMLP": mlps, "OneOpRope": ropes}
+
+
+def test_rope_is_one_op_for_a_prompt_and_a_token(device: str, monkeypatch) -> None:
+    """One call for each layer, but none where a gradient is needed, and the tokens of the stock model."""
+    calls = []
+    rope = one_op_rope.rope
+    monkeypatch.setattr(one_op_rope, "rope", lambda *given: calls.append(given[0].shape[2]) or rope(*given))
+    model, tokens = small_model("llama").to(device), random_tokens(2, 9).to(device)
+    options = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(tokens), pad_token_id=0)
+    wanted = model.generate(tokens, **options)
+    use(use_one_op, model)
+    assert torch.equal(model.generate(tokens, **options), wanted)
+    layers = len(DecoderModel(model).layers)
+    assert calls == [9] * layers + [1] * (2 * layers)
+    calls.clear()
+    embedded = model.get_input_embeddings()(tokens).requires_grad_()
+    model(inputs_embeds=embedded).logits.sum().backward()
+    assert not calls and bool(embedded.grad.any())
+
+
+@torch.no_grad()
+def test_attention_in_16_bits(device: str) -> None:
+    """Rounded at most as often as by transformers, against fp64."""
+    layer = DecoderModel(random_model("llama").to(torch.bfloat16).to(device)).layers[0]
+    attention = layer.module.self_attn
+    x = torch.randn(4, 32, attention.config.hidden_size, device=device).bfloat16()
+    angle = 30 * torch.rand(1, 32, layer.heads.head_dim // 2, device=device).repeat(1, 1, 2)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+
+    def error() -> float:
+        found = attention(x, position_embeddings=(cos, sin), attention_mask=None)[0].double()
+        return float((found - exact).norm() / exact.norm())
+
+    wide = copy.deepcopy(attention).double()
+    exact = wide(x.double(), position_embeddings=(cos.double(), sin.double()), attention_mask=None)[0]
+    stock = error()
+    mix(attention, OneOpRope)
+    assert error() <= 1.01 * stock < 2**-5
 
 
 @torch.no_grad()
