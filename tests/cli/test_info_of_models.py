@@ -49,7 +49,10 @@ def test_a_known_family(family, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model_type", "facts"),
     [
-        ("exaone", "cannot place nothing: compare the forward passes lacks nothing"),
+        (
+            "olmo",
+            "nothing: compare the forward passes lacks input_layernorm, post_attention_layernorm",
+        ),
         ("minimax", "cannot place self_attn.norm (RMSNorm), self_attn.qkv_proj (Linear)"),
         ("gpt2", "cannot place ln_1 (LayerNorm), attn.c_attn (Conv1D), attn.c_proj (Conv1D)"),
     ],
@@ -71,8 +74,8 @@ def test_a_model_that_reads_images_too(tmp_path, capsys):
 
 
 def test_prune_names_the_command(tmp_path, capsys):
-    line = refused(capsys, "prune", str(with_config(tmp_path, "exaone")), "--out", str(tmp_path / "out"))
-    assert "model type 'exaone' is not supported" in line and "drot info MODEL" in line
+    line = refused(capsys, "prune", str(with_config(tmp_path, "olmo")), "--out", str(tmp_path / "out"))
+    assert "model type 'olmo' is not supported" in line and "drot info MODEL" in line
     assert all(name.partition("-")[0] in line for name in FAMILIES)
 
 
