@@ -7,12 +7,25 @@
 
 namespace drot {
 
-// A pair of numbers of a head, turned. The halves of a head may have other factors.
-DROT_HOST_DEVICE float rope_first(float first, float second, float cosine, float sine) {
-  return first * cosine - second * sine;
+// a b, which no compiler joins with a sum: rope has the bits of a product, a product and a sum of torch. For
+// a CPU, CMakeLists.txt says so.
+DROT_HOST_DEVICE float rope_product(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
 }
-DROT_HOST_DEVICE float rope_second(float first, float second, float cosine, float sine) {
-  return second * cosine + first * sine;
+
+// A pair of numbers of a head, turned. The halves of a head may have other factors. `rounded` rounds a float
+// to the dtype of the heads, and returns it as a float.
+template <class Rounded>
+DROT_HOST_DEVICE float rope_first(float first, float second, float cosine, float sine, Rounded rounded) {
+  return rounded(rope_product(first, cosine)) - rounded(rope_product(second, sine));
+}
+template <class Rounded>
+DROT_HOST_DEVICE float rope_second(float first, float second, float cosine, float sine, Rounded rounded) {
+  return rounded(rope_product(second, cosine)) + rounded(rope_product(first, sine));
 }
 
 // Heads [batch, heads, tokens, 2 half]: the distances of the first three dimensions.

@@ -11,21 +11,20 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
         x has their first halves, and y their second ones. All have one dtype. Views are read where they lie
         if the numbers of a head are neighbours.
 
-    The results have the shapes and the dtype of q and k, and lie in memory as [b, t, h, d]. They are computed
-    in fp32 and rounded once. There is no gradient: a backward pass raises. Raises ValueError for other
-    shapes, dtypes and devices.
+    The results have the shapes and the dtype of q and k, and lie in memory as [b, t, h, d]. They have the
+    bits of transformers: each of the two products is rounded, and so is their sum. There is no gradient: a
+    backward pass raises. Raises ValueError for other shapes, dtypes and devices.
     """
     found: tuple[Tensor, Tensor] = torch.ops.drot.rope(q, k, cos, sin)
     return found
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`rope` in plain PyTorch, rounded once; in fp64 for arguments in fp64."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    cos, sin = cos[:, None].to(wide), sin[:, None].to(wide)
+    """`rope` in plain PyTorch, as transformers computes it, also in fp64."""
+    cos, sin = cos[:, None], sin[:, None]
 
     def turned(heads: Tensor) -> Tensor:
-        first, second = heads.to(wide).chunk(2, -1)
-        return (heads * cos + torch.cat([-second, first], -1) * sin).to(heads.dtype)
+        first, second = heads.chunk(2, -1)
+        return heads * cos + torch.cat([-second, first], -1) * sin
 
     return turned(q), turned(k)

@@ -22,9 +22,11 @@ template <class T>
 void rope_head(const T* head, const T* cosine, const T* sine, T* out, int64_t half) {
 #pragma omp simd
   for (int64_t j = 0; j < half; ++j) {
+    const auto to_dtype = [](float x) { return wide(rounded(x, T{})); };
     const float first = wide(head[j]), second = wide(head[j + half]);
-    out[j] = rounded(rope_first(first, second, wide(cosine[j]), wide(sine[j])), T{});
-    out[j + half] = rounded(rope_second(first, second, wide(cosine[j + half]), wide(sine[j + half])), T{});
+    out[j] = rounded(rope_first(first, second, wide(cosine[j]), wide(sine[j]), to_dtype), T{});
+    out[j + half] =
+        rounded(rope_second(first, second, wide(cosine[j + half]), wide(sine[j + half]), to_dtype), T{});
   }
 }
 

@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kRopeThreads) rope_tokens(RopeProblem<T> p) {
   const T* const cosine = p.cosine + start(p.cosine_strides, 0);
   const T* const sine = p.sine + start(p.sine_strides, 0);
   const int half = static_cast<int>(p.half), parts = half / kVec, q_heads = static_cast<int>(p.q_heads);
+  const auto to_dtype = [](float x) { return static_cast<float>(static_cast<T>(x)); };
   const int all = (q_heads + static_cast<int>(p.k_heads)) * parts;
   for (int at = threadIdx.x; at < all; at += kRopeThreads) {
     const int head = at / parts, pair = at % parts * kVec;
@@ -41,8 +42,9 @@ __global__ void __launch_bounds__(kRopeThreads) rope_tokens(RopeProblem<T> p) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       const float x = first.get(v), y = second.get(v);
-      turned_first.set(v, static_cast<T>(rope_first(x, y, first_cosine.get(v), first_sine.get(v))));
-      turned_second.set(v, static_cast<T>(rope_second(x, y, second_cosine.get(v), second_sine.get(v))));
+      turned_first.set(v, static_cast<T>(rope_first(x, y, first_cosine.get(v), first_sine.get(v), to_dtype)));
+      turned_second.set(
+          v, static_cast<T>(rope_second(x, y, second_cosine.get(v), second_sine.get(v), to_dtype)));
     }
     store_global(out + pair, turned_first);
     store_global(out + half + pair, turned_second);
