@@ -6,7 +6,7 @@ Between them lie a convolution and gates, so that no R2 passes.
 
 from dataclasses import replace
 
-from drot.model.dense import LLAMA
+from drot.model.dense import LLAMA, with_norms, with_paths
 from drot.model.family import Family, InputGroup, LinearSpec
 from drot.model.sizes import Width
 
@@ -40,41 +40,22 @@ def with_mixer(
     return replace(family, kinds=(*family.kinds, *kinds))
 
 
-#: The layers of LFM2 with attention: norms of other names, and a SiLU that is no module.
-LFM2_ATTENTION = Family(
+#: The layers of LFM2 with attention: other names, and a SiLU that is no module.
+LFM2_ATTENTION = replace(
+    with_paths(
+        with_norms(LLAMA, "operator_norm", "ffn_norm"),
+        {
+            "self_attn.o_proj": "self_attn.out_proj",
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3",
+            "mlp.down_proj": "feed_forward.w2",
+        },
+    ),
     models="LFM2",
-    attention="self_attn",
     mlp="feed_forward",
     activation=None,
     final_norm="model.embedding_norm",
     untouched=("self_attn.q_layernorm", "self_attn.k_layernorm"),
-    groups=(
-        InputGroup(
-            name="attention",
-            norm="operator_norm",
-            linears=(
-                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
-                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
-                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
-            ),
-        ),
-        InputGroup(
-            name="o",
-            linears=(LinearSpec("self_attn.out_proj", ("hidden", "query"), input="r2", output="r1"),),
-        ),
-        InputGroup(
-            name="mlp",
-            norm="ffn_norm",
-            linears=(
-                LinearSpec("feed_forward.w1", ("mlp", "hidden"), input="r1"),
-                LinearSpec("feed_forward.w3", ("mlp", "hidden"), input="r1"),
-            ),
-        ),
-        InputGroup(
-            name="down",
-            linears=(LinearSpec("feed_forward.w2", ("hidden", "mlp"), input="r3", output="r1"),),
-        ),
-    ),
 )
 
 
@@ -86,27 +67,15 @@ def with_short_convolutions(family: Family) -> Family:
 #: Mamba 2 in some layers, or in none. Not supported: experts beside the MLP.
 GRANITE4 = with_mixer(
     replace(
-        LLAMA,
+        with_paths(
+            LLAMA.with_fused("shared_mlp.input_linear", ("gate_proj", "up_proj")),
+            {"mlp.down_proj": "shared_mlp.output_linear"},
+        ),
         mlp="shared_mlp",
         activation="activation",
         residual_multiplier="residual_multiplier",
         logits_divisor="logits_scaling",
         required=(("num_local_experts", 0),),
-        groups=(
-            *LLAMA.groups[:2],
-            InputGroup(
-                name="mlp",
-                norm="post_attention_layernorm",
-                linears=(
-                    LinearSpec("shared_mlp.input_linear", ("mlp", "hidden"), input="r1", part="gate_proj"),
-                    LinearSpec("shared_mlp.input_linear", ("mlp", "hidden"), input="r1", part="up_proj"),
-                ),
-            ),
-            InputGroup(
-                name="down",
-                linears=(LinearSpec("shared_mlp.output_linear", ("hidden", "mlp"), input="r3", output="r1"),),
-            ),
-        ),
     ),
     "mamba",
     inputs="mamba_in",

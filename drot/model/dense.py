@@ -1,5 +1,6 @@
 """The declarations of families without experts, from which families.py makes its entries."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from drot.model.family import Family, InputGroup, LinearSpec
@@ -56,6 +57,16 @@ def with_norms(family: Family, attention: str | None, mlp: str | None) -> Family
     """The family with other norms in front of its attention and its MLP."""
     norms = {"attention": attention, "mlp": mlp}
     groups = (replace(group, norm=norms.get(group.name)) for group in family.groups)
+    return replace(family, groups=tuple(groups))
+
+
+def with_paths(family: Family, paths: Mapping[str, str]) -> Family:
+    """The family some of whose linears lie elsewhere. paths: path → the other path."""
+
+    def moved(linear: LinearSpec) -> LinearSpec:
+        return replace(linear, path=paths.get(linear.path, linear.path))
+
+    groups = (replace(group, linears=tuple(map(moved, group.linears))) for group in family.groups)
     return replace(family, groups=tuple(groups))
 
 
