@@ -14,6 +14,7 @@ from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.shards import save_layers
+from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.hashes import FileRecord
 from drot.core.lock import locked
@@ -22,7 +23,7 @@ from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, check_packable, pack_layer, unpack_layer
 
 
-def convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
+def convert(path: str | Path, out: str | Path, format: str) -> CheckpointManifest | None:
     """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
 
     A layer is read from its file when its turn comes, and dropped when it is written. Returns the manifest;
@@ -31,7 +32,8 @@ def convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | No
     manifest. A linear to which the manifest gives another sparsity stays dense.
     """
     check_format(format)
-    check_output(out)
+    is_a("out", out, str, Path)
+    check_output(out := Path(out))
     with locked(out):
         return _convert(path, out, format)
 

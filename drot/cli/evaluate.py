@@ -119,15 +119,22 @@ def fail(results: list[dict[str, Any]], texts: list[str], bound: float | None) -
         raise typer.Exit(1)
 
 
+#: models beside each other in a table; further ones are in a table below
+MOST_COLUMNS = 5
+
+
 def print_figures(results: list[dict[str, Any]]) -> None:
     """Prints how the figures of one or several models were measured, and their tables."""
     first, names = results[0], _short_names([figures["model"] for figures in results])
     single = len(results) == 1
     title, columns = (first["model"], ["value"]) if single else ("evaluation", names)
-    print_table(_table(title, "measure", columns, _rows(results)))
+    parts = [slice(start, start + MOST_COLUMNS) for start in range(0, len(results), MOST_COLUMNS)]
+    for part in parts:
+        print_table(_table(title, "measure", columns[part], _rows(results[part])))
     for source in first["agreement"]:
         title = f"{source} by position in a window: equal next tokens, mean KL divergence"
-        print_table(_table(title, "positions", names, _by_position(results, source)))
+        for part in parts:
+            print_table(_table(title, "positions", names[part], _by_position(results[part], source)))
     print_texts(first)
     if first["against"] is not None:
         print_line(f"agreement: with {first['against']}; KL divergence of its predictions, in nats")

@@ -30,11 +30,12 @@ def _table(result: "SensitivityResult", sparsity: str) -> Table:
     def cell(error: float | None) -> str:
         return number(error, ".4f") + "*" * (error is not None and error == max(known))
 
+    linears = dict.fromkeys(linear for row in errors.values() for linear in row)  # layers may differ
     means = {}
-    for linear in next(iter(errors.values())):
-        found = [error for row in errors.values() if (error := row[linear]) is not None]
+    for linear in linears:
+        found = [error for row in errors.values() if (error := row.get(linear)) is not None]
         means[linear] = number(statistics.fmean(found) if found else None, ".4f")
-    rows = [{"layer": i} | {linear: cell(e) for linear, e in row.items()} for i, row in errors.items()]
+    rows = [{"layer": i} | {linear: cell(row.get(linear)) for linear in linears} for i, row in errors.items()]
     return Table(f"Output error at {sparsity}", [*rows, {}, {"layer": "mean"} | means])
 
 

@@ -81,12 +81,13 @@ def _table(result: "SweepResult") -> Table:
     """A row for the dense model and one for each cell. A text has one column, with the gap closed."""
     first = result.rows[0]
     names = _names([heading.partition(" ")[2] for heading in first if heading.startswith("perplexity ")])
-    tasks = [heading.partition(" ")[2] for heading in first if heading.startswith("accuracy ")]
+    found = [heading.partition(" ")[2] for heading in first if heading.startswith("accuracy ")]
+    tasks = {task: ":".join(names.get(part, part) for part in task.split(":", 1)) for task in found}
     fields = result.fields or ("cell",)
     rows = [
         dict.fromkeys(fields, "")
         | {names[text]: number(first[f"dense {text}"], ".3f") for text in names}
-        | {task: number(first[f"dense accuracy {task}"], ".1%") for task in tasks}
+        | {name: number(first[f"dense accuracy {task}"], ".1%") for task, name in tasks.items()}
     ]
     rows[0][fields[0]] = "(dense)"
     for row in result.rows:
@@ -94,7 +95,7 @@ def _table(result: "SweepResult") -> Table:
         for text, name in names.items():
             gap = row[f"gap closed {text}"]
             cells[name] = number(row[f"perplexity {text}"], ".3f") + ("" if gap is None else f" ({gap:.0%})")
-        cells |= {task: number(row[f"accuracy {task}"], ".1%") for task in tasks}
+        cells |= {name: number(row[f"accuracy {task}"], ".1%") for task, name in tasks.items()}
         rows.append(cells | {"seconds": number(row["seconds"], ".1f")})
     accuracies = ", accuracy in each task" if tasks else ""
     return Table(f"Sweep: perplexity on each text (gap closed){accuracies}", rows)

@@ -104,7 +104,11 @@ def evaluate(
         record: whether to add the figures to the manifest of each model that has one.
         progress: receives the events of reading, loading and measuring.
     """
-    is_a("models", models, list, tuple)
+    for name, given in (("models", models), ("ppl", ppl), ("tasks", tasks)):
+        is_a(name, given, list, tuple)
+    is_a("seqlen", seqlen, int, or_none=True)
+    if not models:
+        raise UserError("`models` must name one model at least; got none")
     is_callable("progress", progress)
     names, sources = [str(model) for model in models], [str(text) for text in ppl]
     original = None if against is None else str(against)

@@ -107,8 +107,18 @@ class Message(Part):
         return self
 
 
+class NamedFunction(Part):
+    name: Text
+
+
+class Tool(Part):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class Chat(Completion):
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
 
 
 def check_body(kind: type[Completion], body: dict[str, Any], *, seeds: bool, vocabulary: int) -> None:

@@ -72,6 +72,8 @@ def test_convert_a_model_without_a_manifest(tmp_path, capsys):
         told = json.loads(capsys.readouterr().out)
         assert told.keys() == {"out", "weight_bytes"} and told["out"] == str(tmp_path / format)
         assert not (tmp_path / format / "drot.json").exists()
+    drot.convert(str(tmp_path / "packed"), str(tmp_path / "again"), "dense")
+    assert (tmp_path / "again" / "config.json").exists()
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert is_packed(packed) and packed.lm_head.weight is packed.model.embed_tokens.weight
     before, after = saved_tensors(tmp_path / "stock"), saved_tensors(tmp_path / "dense")

@@ -6,7 +6,7 @@ import pytest
 from command_output import one_line
 
 from drot.cli import app as cli
-from drot.cli.sensitivity import advice
+from drot.cli.sensitivity import _table, advice
 from drot.config import PruningConfig, Recipe
 from drot.core.events import ProgressEvent
 from drot.pipeline.sensitivity import SensitivityResult
@@ -59,6 +59,18 @@ def test_sensitivity(sensitivity, calls, capsys):
     assert data["errors"]["layers.1.mlp.up_proj"] == {"2:4": 0.12, "0.5": 0.01, "6:12": None}
     assert data["recipe"]["pruning"]["keep"] == ["layers.1.mlp.up_proj"] and data["base_model"] == "m"
     assert not calls
+
+
+def test_layers_with_other_linears():
+    """A convolution in one layer, an attention in the next: gaps, and means over the layers that have it."""
+    rows = {"layers.0.conv.in_proj": {"2:4": 0.1}, "layers.1.self_attn.q_proj": {"2:4": 0.2}}
+    rows |= {f"layers.{i}.mlp.up_proj": {"2:4": 0.1 + 0.2 * i} for i in range(2)}
+    table = _table(result_of(rows), "2:4")
+    assert table.headings == ["layer", "in_proj", "up_proj", "q_proj"]
+    assert table.cells == [
+        ["0", "0.1000", "0.1000", "-"], ["1", "-", "0.3000*", "0.2000"], [],
+        ["mean", "0.1000", "0.2000", "0.2000"],
+    ]  # fmt: skip
 
 
 def test_the_advice_of_the_sensitivity_table():

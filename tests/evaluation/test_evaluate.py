@@ -12,6 +12,7 @@ from small_models import random_text, random_tokens, save_small_model, small_mod
 import drot
 from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.cli import app as cli
+from drot.cli.evaluate import print_figures
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import BrokenModelError, UserError
 from drot.evaluation import evaluate as evaluation
@@ -103,6 +104,33 @@ def own(models, tmp_path):
 def measure(folder, *names, **options):
     options = dict(ppl=[str(folder / "text.txt")], device="cpu", record=False) | options
     return evaluate([str(folder / name) for name in names], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(models=[]), "`models` must name one model at least"),
+        (dict(ppl="a.txt"), "`ppl` must be a list or tuple"),
+        (dict(tasks="own"), "`tasks` must be a list or tuple"),
+        (dict(seqlen="512"), "`seqlen` must be a int"),
+    ],
+)
+def test_wrong_arguments_from_python(options, message):
+    with pytest.raises(UserError, match=message):
+        drot.evaluate(**{"models": ["m"], "ppl": ["a.txt"]} | options)
+
+
+def test_many_models_are_shown_in_several_tables(capsys):
+    """Every figure stands whole."""
+    text = {"split": None, "tokens": 9, "windows": 1, "sha256": "0"}
+    common = dict(
+        texts={"t": text}, agreement={}, task_details={}, averages={}, against=None, streamed=False,
+        seqlen=8, dtype="float32", machine="cpu",
+    )  # fmt: skip
+    results = [common | {"model": f"model-{i}", "perplexity": {"t": 5000.125 + i}} for i in range(23)]
+    print_figures(results)
+    shown = capsys.readouterr().out
+    assert all(f"{5000.125 + i:.3f}" in shown and f"model-{i}" in shown for i in range(23))
 
 
 def test_windows_and_tokens_are_told(models):

@@ -220,6 +220,13 @@ def test_settings_beyond_those_of_openai(way, path, request):
     assert answer(temperature=0, repetition_penalty=0.01) != greedy
 
 
+@pytest.mark.parametrize("tools", ["f", [1], [{"a": 1}], [{"type": "function", "function": {"name": ""}}]])
+def test_malformed_tools_are_refused(tools, batched):
+    messages = [{"role": "user", "content": "add"}]
+    status, answer = post(batched, {"messages": messages, "tools": tools}, "/v1/chat/completions")
+    assert status == 400 and "tools" in answer["error"]["message"], answer
+
+
 def test_an_image_is_refused_in_words(batched):
     content = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     status, answer = post(
