@@ -331,11 +331,8 @@ def settings_of_models(
         multipliers = ("residual", "embedding", "attention")
         chosen |= {f"{of}_multiplier": draw(st.sampled_from([0.22, 1.0, 3.0])) for of in multipliers}
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
-    if family in (
-        "granitemoe",
-        "granitemoehybrid",
-        "hyperclovax",
-    ):  # with 3 times the scores, fp32 rounds the logits by 1e-5
+    # with 3 times the scores, fp32 rounds the logits by 1e-5
+    if family in ("granitemoe", "granitemoehybrid", "hyperclovax"):
         chosen["attention_multiplier"] = draw(st.sampled_from([0.22, 1.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)

@@ -13,6 +13,9 @@ from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
 from drot.core.errors import UserError
 
+#: models beside each other in a table; further ones are in a table below
+MOST_COLUMNS = 5
+
 
 def evaluate(
     models: list[str],
@@ -117,10 +120,6 @@ def fail(results: list[dict[str, Any]], texts: list[str], bound: float | None) -
         named = ", ".join(f"{perplexity:.3f} of {model}" for model, perplexity in above.items())
         tell(f"drot: the perplexity on {text} is above {bound:g}: {named}")
         raise typer.Exit(1)
-
-
-#: models beside each other in a table; further ones are in a table below
-MOST_COLUMNS = 5
 
 
 def print_figures(results: list[dict[str, Any]]) -> None:

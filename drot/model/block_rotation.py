@@ -13,10 +13,10 @@ from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Name of the module in an MLP, or in the module of all experts, that holds R3.
 DOWN_ROTATION = "down_rotation"
-#: The modules of SiLU, also the one of transformers, and the dtypes, for which the product with the gate, and
-#: R3, are one op.
+#: The modules of SiLU, also the one of transformers, for which the product with the gate, and R3, are one op.
 SILU = (nn.SiLU, SiLUActivation)
-SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: the dtypes of drot's ops for parts of a layer
+ONE_OP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the activation of a family that calls it as a function
 _SILU_FUNCTION = nn.SiLU()
 
@@ -58,7 +58,7 @@ def gated_activation(
     In one pass over memory where the activation is SiLU.
     """
     dtypes = {tensor.dtype for tensor in (gate, up, rotation) if tensor is not None}
-    fits = len(dtypes) == 1 and gate.dtype in SWIGLU_DTYPES and has_kernels(gate.device)
+    fits = len(dtypes) == 1 and gate.dtype in ONE_OP_DTYPES and has_kernels(gate.device)
     if isinstance(activation, SILU) and fits:
         return swiglu_rotate(gate, up, rotation)
     product = activation(gate) * up

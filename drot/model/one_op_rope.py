@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from drot.machine.devices import has_kernels
+from drot.model.block_rotation import ONE_OP_DTYPES
 from drot.model.mixins import Mixin
 from drot.ops.rope import rope, rope_ref
 
 #: the name of the function in the modules of transformers
 APPLY = "apply_rotary_pos_emb"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class OneOpRope(Mixin):
@@ -66,7 +66,7 @@ def _turned(
     """What `stock` returns, by one op if there is one for these arguments."""
     fits = (
         not (others or options)
-        and q.dtype in DTYPES
+        and q.dtype in ONE_OP_DTYPES
         and q.dtype == k.dtype == cos.dtype == sin.dtype
         and cos.dim() == 3
         and cos.shape[-1] == q.shape[-1]

@@ -21,16 +21,14 @@ void run(const RopeProblem<T>& p) {
       };
       const T* const cosine = p.cosine + start(p.cosine_strides, 0);
       const T* const sine = p.sine + start(p.sine_strides, 0);
-      for (int64_t head = 0; head < p.q_heads; ++head) {
-        DROT_SIMD_CALL(rope_head)
-        (p.q + start(p.q_strides, head), cosine, sine, p.q_out + (at * p.q_heads + head) * 2 * p.half,
-         p.half);
-      }
-      for (int64_t head = 0; head < p.k_heads; ++head) {
-        DROT_SIMD_CALL(rope_head)
-        (p.k + start(p.k_strides, head), cosine, sine, p.k_out + (at * p.k_heads + head) * 2 * p.half,
-         p.half);
-      }
+      const auto turn = [&](const T* in, const RopeStrides& strides, T* out, int64_t count) {
+        for (int64_t head = 0; head < count; ++head) {
+          DROT_SIMD_CALL(rope_head)
+          (in + start(strides, head), cosine, sine, out + (at * count + head) * 2 * p.half, p.half);
+        }
+      };
+      turn(p.q, p.q_strides, p.q_out, p.q_heads);
+      turn(p.k, p.k_strides, p.k_out, p.k_heads);
     }
   });
 }
