@@ -48,6 +48,8 @@ DROT_HOST_DEVICE float float_of(uint32_t bits) {
   return x;
 }
 
+DROT_HOST_DEVICE float widen(float x) { return x; }
+
 DROT_HOST_DEVICE float widen(Bf16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 
 // A product changes the bias of the exponent from 15 to 127. It normalises denormals too.
@@ -57,6 +59,8 @@ DROT_HOST_DEVICE float widen(Fp16 x) {
   const uint32_t special = (magnitude << 13) | 0x7f800000u;  // inf and NaN
   return float_of((magnitude < 0x7c00u ? finite : special) | sign);
 }
+
+DROT_HOST_DEVICE float narrow(float x, float) { return x; }
 
 DROT_HOST_DEVICE Bf16 narrow(float x, Bf16) {
   const uint32_t bits = bits_of(x);

@@ -3,30 +3,16 @@
 #include "ops/rope_math.h"
 
 namespace drot::DROT_SIMD {
-namespace {
-
-DROT_HOST_DEVICE float wide(float x) { return x; }
-template <class T>
-DROT_HOST_DEVICE float wide(T x) {
-  return widen(x);
-}
-DROT_HOST_DEVICE float rounded(float x, float) { return x; }
-template <class T>
-DROT_HOST_DEVICE T rounded(float x, T) {
-  return narrow(x, T{});
-}
-
-}  // namespace
 
 template <class T>
 void rope_head(const T* head, const T* cosine, const T* sine, T* out, int64_t half) {
 #pragma omp simd
   for (int64_t j = 0; j < half; ++j) {
-    const auto to_dtype = [](float x) { return wide(rounded(x, T{})); };
-    const float first = wide(head[j]), second = wide(head[j + half]);
-    out[j] = rounded(rope_first(first, second, wide(cosine[j]), wide(sine[j]), to_dtype), T{});
+    const auto to_dtype = [](float x) { return widen(narrow(x, T{})); };
+    const float first = widen(head[j]), second = widen(head[j + half]);
+    out[j] = narrow(rope_first(first, second, widen(cosine[j]), widen(sine[j]), to_dtype), T{});
     out[j + half] =
-        rounded(rope_second(first, second, wide(cosine[j + half]), wide(sine[j + half]), to_dtype), T{});
+        narrow(rope_second(first, second, widen(cosine[j + half]), widen(sine[j + half]), to_dtype), T{});
   }
 }
 

@@ -15,17 +15,6 @@ typedef float Vector __attribute__((vector_size(32)));
 constexpr int64_t kWidth = sizeof(Vector) / sizeof(float);
 static_assert(kSwigluColumns % (2 * kWidth) == 0);
 
-DROT_HOST_DEVICE float wide(float x) { return x; }
-template <class T>
-DROT_HOST_DEVICE float wide(T x) {
-  return widen(x);
-}
-DROT_HOST_DEVICE float rounded(float x, float) { return x; }
-template <class T>
-DROT_HOST_DEVICE T rounded(float x, T) {
-  return narrow(x, T{});
-}
-
 // sums [kCount, padded] = gated [kCount, size] block [size, padded]. Each sum runs over the rows in their
 // order, so that it does not depend on kCount.
 template <int kCount, class T>
@@ -61,7 +50,7 @@ void swiglu_rotate_block(const SwigluBlock<T>& p) {
   for (int64_t i = 0; i < p.size; ++i) {
     float* row = p.block + i * p.padded;
 #pragma omp simd
-    for (int64_t j = 0; j < p.size; ++j) row[j] = wide(p.rotation[i * p.size + j]);
+    for (int64_t j = 0; j < p.size; ++j) row[j] = widen(p.rotation[i * p.size + j]);
     for (int64_t j = p.size; j < p.padded; ++j) row[j] = 0;
   }
   for (int64_t first = 0; first < p.tokens; first += kSwigluTokens) {
@@ -70,7 +59,7 @@ void swiglu_rotate_block(const SwigluBlock<T>& p) {
       const T *gate = p.gate + (first + t) * p.gate_stride, *up = p.up + (first + t) * p.up_stride;
       float* gated = p.gated + t * p.size;
 #pragma omp simd
-      for (int64_t j = 0; j < p.size; ++j) gated[j] = swiglu(wide(gate[j]), wide(up[j]));
+      for (int64_t j = 0; j < p.size; ++j) gated[j] = swiglu(widen(gate[j]), widen(up[j]));
     }
     switch (count) {
       case 1:
@@ -89,7 +78,7 @@ void swiglu_rotate_block(const SwigluBlock<T>& p) {
       const float* sums = p.sums + t * p.padded;
       T* out = p.out + (first + t) * p.out_stride;
 #pragma omp simd
-      for (int64_t j = 0; j < p.size; ++j) out[j] = rounded(sums[j], T{});
+      for (int64_t j = 0; j < p.size; ++j) out[j] = narrow(sums[j], T{});
     }
   }
 }
@@ -97,7 +86,7 @@ void swiglu_rotate_block(const SwigluBlock<T>& p) {
 template <class T>
 void swiglu_row(const T* gate, const T* up, T* out, int64_t columns) {
 #pragma omp simd
-  for (int64_t j = 0; j < columns; ++j) out[j] = rounded(swiglu(wide(gate[j]), wide(up[j])), T{});
+  for (int64_t j = 0; j < columns; ++j) out[j] = narrow(swiglu(widen(gate[j]), widen(up[j])), T{});
 }
 
 template void swiglu_rotate_block(const SwigluBlock<float>&);
