@@ -34,11 +34,20 @@ MIXTURES = {
     "mellum": "num_experts",
     "deepseek_v32": "n_routed_experts",
     "lfm2_moe": "num_experts",
+    "flint": "num_experts",
+    "kolibri1": "num_experts",
+    "laguna": "num_experts",
+    "afmoe": "num_experts",
+    "sarvam_mla": "n_routed_experts",
+    "kimi_linear": "num_local_experts",
 }
 #: mixtures whose router divides the experts into groups
-GROUPED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open", "exaone_moe", "deepseek_v32")
+GROUPED = (
+    *("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open", "exaone_moe", "deepseek_v32"),
+    *("sarvam_mla", "kimi_linear"),
+)
 #: those whose router computes in fp32
-ROUTERS_IN_FP32 = (*GROUPED, "ernie4_5_moe", "deepseek_v2", "hy_v3")
+ROUTERS_IN_FP32 = (*GROUPED, "ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1")
 #: mixture of experts → the entry of its config with the number of shared experts
 SHARED = {
     "glm4_moe": "n_shared_experts",
@@ -51,22 +60,30 @@ SHARED = {
     "exaone_moe": "num_shared_experts",
     "hy_v3": "num_shared_experts",
     "deepseek_v32": "n_shared_experts",
+    "sarvam_mla": "n_shared_experts",
+    "kimi_linear": "n_shared_experts",
+    "afmoe": "num_shared_experts",
 }
+#: families whose shared experts have a width of their own
+SHARED_WIDTH = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "flint", "kolibri1", "laguna")
 #: families some of whose layers have a linear attention
 LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 #: families some of whose layers have a short convolution or a Mamba → the name of such a layer
-CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv", "granitemoehybrid": "linear_attention"}
+CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv", "lfm3": "conv", "granitemoehybrid": "linear_attention"}
 #: those whose full attention has heads of another size
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 #: families with a latent attention
-LATENT_ATTENTION = ("deepseek_v3", "youtu", "minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v32")
+LATENT_ATTENTION = (
+    *("deepseek_v3", "youtu", "minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "sarvam_mla"),
+    "kimi_linear",
+)
 #: those whose config demands a hidden size that the heads divide
 DIVIDED = (
     *("llama", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text", "deepseek_v2"),
-    *("internlm3", "iquestcoder", "hyperclovax"),
+    *("internlm3", "iquestcoder", "hyperclovax", "jais2", "vaultgemma"),
 )
 #: those without a head_dim of their own
-ONE_HEAD_DIM = ("phi3", "cohere", "cohere2", "opt", "olmoe", *CONVOLUTIONS)
+ONE_HEAD_DIM = ("phi3", "cohere", "cohere2", "opt", "olmoe", "lfm2", "lfm2_moe", "granitemoehybrid")
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -76,7 +93,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
     # theirs has parts for each type of layer, or there is none
-    if family in ("olmo3", "gemma3_text", "opt", "mellum", *GEMMA4):
+    if family in ("olmo3", "gemma3_text", "opt", "mellum", "laguna", "lfm3", *GEMMA4):
         return {"max_position_embeddings": 128}
     if family in LATENT_ATTENTION:  # it turns a part of a head of its own
         return {
@@ -131,9 +148,9 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
         chosen["norm_topk_prob"] = draw(st.booleans())
     if family == "gpt_oss":
         chosen["swiglu_limit"] = draw(st.sampled_from([0.5, 7.0]))
-    if family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"):
+    if family in SHARED_WIDTH:
         chosen["shared_expert_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
-    if family in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
+    if family in ("qwen3_moe", "qwen2_moe", "qwen3_next", "flint"):
         chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2]))
         chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
     if family in GROUPED or family == "deepseek_v2":
@@ -141,17 +158,22 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
         experts = 2 * groups * draw(st.integers(1, 2))  # of each group two experts are compared
         chosen |= {"n_group": groups, "topk_group": draw(st.integers(1, groups)), MIXTURES[family]: experts}
         chosen["num_experts_per_tok"] = draw(st.integers(1, experts * chosen["topk_group"] // groups))
-    scale = {"hy_v3": "router_scaling_factor"}.get(family, "routed_scaling_factor")
+    scales = {"hy_v3": "router_scaling_factor", "laguna": "moe_routed_scaling_factor", "afmoe": "route_scale"}
+    scale = scales.get(family, "routed_scaling_factor")
     chosen[scale] = draw(st.sampled_from([1.0, 2.5]))
     if family in SHARED:
         chosen[SHARED[family]] = draw(st.integers(0 if family == "ernie4_5_moe" else 1, 2))
-    if family in ("glm4_moe_lite", "mellum", "hy_v3"):
+    if family in ("glm4_moe_lite", "mellum", "hy_v3", "laguna", "kimi_linear"):
         kinds = st.sampled_from(["dense", "sparse"])
         chosen["mlp_layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    elif family == "afmoe":
+        chosen |= dict(num_dense_layers=draw(st.integers(0, layers)), mup_enabled=draw(st.booleans()))
     elif family == "lfm2_moe":
         chosen |= dict(num_dense_layers=draw(st.integers(0, layers)), use_expert_bias=draw(st.booleans()))
     elif family in (*GROUPED, "deepseek_v2"):
         chosen["first_k_dense_replace"] = draw(st.integers(0, layers))
+    if family == "laguna":
+        chosen["moe_router_logit_softcapping"] = draw(st.sampled_from([0.0, 2.0]))
     if family == "glm4_moe":
         chosen["use_qk_norm"] = draw(st.booleans())
     if family == "ernie4_5_moe":
@@ -231,7 +253,7 @@ def settings_of_models(
             del chosen["head_dim"]
         elif family in ("llama", "mistral", "seed_oss"):
             chosen["head_dim"] = None
-    if family in ("granite", "granitemoe", *ONE_HEAD_DIM) and hidden == heads * head_dim:
+    if family in ("granite", "granite_swa", "granitemoe", *ONE_HEAD_DIM) and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
     if family in (
         "llama",
@@ -265,9 +287,15 @@ def settings_of_models(
         "iquestcoder",
         "hyperclovax",
         "granitemoehybrid",
+        "granite_swa",
+        "lfm3",
+        "flint",
+        "laguna",
+        "afmoe",
+        "sarvam_mla",
     ):
         chosen["attention_bias"] = draw(st.booleans())
-    if family in (*LINEAR_ATTENTION, *CONVOLUTIONS):
+    if family in (*LINEAR_ATTENTION, *CONVOLUTIONS, "kimi_linear"):
         other = CONVOLUTIONS.get(family, "linear_attention")
         types = [other, "full_attention"]  # both: the cache of full attention counts the tokens
         more = st.lists(st.sampled_from(types), min_size=max(layers - 2, 0), max_size=max(layers - 2, 0))
@@ -278,6 +306,10 @@ def settings_of_models(
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
         chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}
         chosen["linear_conv_kernel_dim"] = draw(st.sampled_from([2, 4]))
+    if family == "kimi_linear":
+        chosen |= dict(
+            linear_num_heads=draw(st.integers(1, 3)), linear_head_dim=draw(st.sampled_from([8, 16]))
+        )
     if family in LATENT_ATTENTION:
         chosen |= _latent(draw, family, multiple) | dict(num_key_value_heads=heads)
         del chosen["head_dim"]
@@ -311,11 +343,15 @@ def settings_of_models(
         "helium",
         "iquestcoder",
         "hyperclovax",
+        "granite_swa",
     ):
         chosen["mlp_bias"] = draw(st.booleans())
     if family == "internlm3":
         chosen["mlp_bias"] = chosen["attention_bias"]
-    if family in ("lfm2", "lfm2_moe"):
+    if family == "laguna":
+        of_layers = [kv_heads * draw(st.integers(1, 3)) for _ in range(layers)]
+        chosen |= dict(num_attention_heads_per_layer=of_layers, gating=draw(st.sampled_from([True, "all"])))
+    if family in ("lfm2", "lfm2_moe", "lfm3"):
         chosen |= dict(norm_eps=chosen.pop("rms_norm_eps"), conv_bias=draw(st.booleans()))
         del chosen["hidden_act"]  # it is always SiLU
     if family == "lfm2":
@@ -327,20 +363,20 @@ def settings_of_models(
         chosen["mamba_d_head"] = 2 * hidden // heads
         chosen |= {f"mamba_{part}_bias": draw(st.booleans()) for part in ("conv", "proj")}
         chosen["position_embedding_type"] = draw(st.sampled_from([None, "rope"]))
-    if family in ("granite", "granitemoe", "granitemoehybrid", "hyperclovax"):
+    if family in ("granite", "granite_swa", "granitemoe", "granitemoehybrid", "hyperclovax"):
         multipliers = ("residual", "embedding", "attention")
         chosen |= {f"{of}_multiplier": draw(st.sampled_from([0.22, 1.0, 3.0])) for of in multipliers}
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
     # with 3 times the scores, fp32 rounds the logits by 1e-5
-    if family in ("granitemoe", "granitemoehybrid", "hyperclovax"):
+    if family in ("granite_swa", "granitemoe", "granitemoehybrid", "hyperclovax"):
         chosen["attention_multiplier"] = draw(st.sampled_from([0.22, 1.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)
-    if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", *GEMMA4):
+    if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "vaultgemma", *GEMMA4):
         chosen["attention_bias"] = draw(st.booleans())
-    if family in ("gemma2", "gemma3_text"):
+    if family in ("gemma2", "gemma3_text", "vaultgemma"):
         chosen["query_pre_attn_scalar"] = draw(st.sampled_from([4, 256]))
-    if family in ("gemma2", "gemma3_text", *GEMMA4):
+    if family in ("gemma2", "gemma3_text", "vaultgemma", *GEMMA4):
         chosen["hidden_activation"] = chosen.pop("hidden_act")
         chosen["final_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 30.0]))
     if family in GEMMA4:
@@ -349,7 +385,7 @@ def settings_of_models(
         chosen["num_global_key_value_heads"] = draw(st.sampled_from([None, 1, heads]))
         if family == "gemma4_text":
             chosen["hidden_size_per_layer_input"] = 0
-    if family == "gemma2":
+    if family in ("gemma2", "vaultgemma"):
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
     if family in (
@@ -362,6 +398,12 @@ def settings_of_models(
         "exaone_moe",
         "mellum",
         "ministral",
+        "vaultgemma",
+        "granite_swa",
+        "flint",
+        "kolibri1",
+        "laguna",
+        "afmoe",
         *GEMMA4,
     ):
         types = st.sampled_from(["sliding_attention", "full_attention"])

@@ -330,10 +330,20 @@ def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:
 
 
 def stored_state(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model as its files hold them: transformers stores each expert by itself."""
+    """The tensors of a model by their names in published files, which may hold each expert by itself."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, torch.Tensor] = revert_weight_conversion(model, model.state_dict())
+    from drot.model.decoder import DecoderModel  # imports transformers
+    from drot.model.stored import stored_tensors
+
+    if model.config.model_type not in FAMILIES:
+        found: dict[str, torch.Tensor] = revert_weight_conversion(model, model.state_dict())
+        return found
+    decoder = DecoderModel(model)
+    inside = f"{decoder.family.layers}."
+    found = {name: each for name, each in model.state_dict().items() if not name.startswith(inside)}
+    for layer in decoder.layers:
+        found |= stored_tensors(layer)
     return found
 
 

@@ -94,6 +94,9 @@ def _yaml(content: str, file: Path) -> Any:
         return yaml.load(content, Loader)
     except RecursionError:
         raise UserError(f"{file} is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{file} is not valid YAML ({line}{error.problem})") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         # a tag such as !!timestamp before another value, or a number such as 08, raises any of them
         raise UserError(f"{file} is not valid YAML ({' '.join(str(error).split())})") from None

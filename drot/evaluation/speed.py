@@ -36,7 +36,7 @@ from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.environment import machine_name
 from drot.model.compiled import compile_step, compiled_settings
 from drot.model.decoder import DecoderModel
-from drot.model.families import family_of
+from drot.model.families import family_of, layer_families
 from drot.model.sizes import positions_of
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
@@ -69,6 +69,9 @@ def measure_speed(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Times one decoder layer, and the whole of a checkpoint, dense against 2:4.
+
+    A checkpoint whose layers are of several kinds, as attention and Mamba, has no layer that stands for all,
+    and is timed as a whole alone.
 
     Returns, in plain JSON types, model, machine, dtype, repeats, versions, and
     variants: `layer` and `model` → the names of the variants that were timed.
@@ -126,13 +129,15 @@ def measure_speed(
 def _variants(
     model: str | Path | None, shape: str | None, dtype: str, device: torch.device
 ) -> tuple[torch.dtype, Variants]:
-    """The dtype of the measured weights; and `layer` and, for a checkpoint, `model` → its variants."""
+    """The dtype of the measured weights; and the variants of `layer` and, of a checkpoint, of `model`."""
     if shape is not None:
         weights = torch.bfloat16 if dtype == "auto" else parse_dtype(dtype)
         return weights, {"layer": layer_variants(shape_config(shape), dtype=weights, device=device)}
     assert model is not None
     loaded = load(model, device=device, dtype=dtype)
     models = model_variants(loaded, () if is_packed(loaded) else dense_linears_of(model, loaded.config))
+    if len(set(layer_families(loaded.config, loaded.config.num_hidden_layers))) > 1:
+        return loaded.dtype, {"model": models}
     layer = layer_variants(models[SPARSE].config, dtype=loaded.dtype, device=device)
     return loaded.dtype, {"layer": layer, "model": models}
 

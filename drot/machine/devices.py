@@ -26,7 +26,7 @@ def parse_dtype(name: str | torch.dtype, field: str = "dtype") -> torch.dtype:
 
     Raises UserError for another name. field: the argument that holds `name`, for the error message.
     """
-    if isinstance(name, torch.dtype):
+    if isinstance(name, torch.dtype) and name.is_floating_point:
         return name
     if name not in DTYPES:
         raise UserError(f"`{field}` must be auto or one of {', '.join(DTYPES)}; got {name!r}")

@@ -20,6 +20,31 @@ GATED_ATTENTION = (
 )
 
 
+def with_gate(family: Family, gate: str) -> Family:
+    """The family whose attention multiplies its values by what the linear `gate` makes of its input.
+
+    R1 rotates the gate, which is never pruned. No R2 passes it.
+    """
+    attention, o, *mlp = (
+        replace(group, linears=tuple(map(_without_r2, group.linears))) for group in family.groups
+    )
+    assert attention.norm is not None
+    return replace(
+        family,
+        groups=(attention, o, *mlp),
+        unpruned=(*family.unpruned, (gate, attention.norm)),
+        kinds=tuple((kind, with_gate(one, gate)) for kind, one in family.kinds),
+    )
+
+
+def _without_r2(linear: LinearSpec) -> LinearSpec:
+    return replace(
+        linear,
+        input=None if linear.input == "r2" else linear.input,
+        output=None if linear.output == "r2" else linear.output,
+    )
+
+
 #: A latent attention (MLA): R1 rotates what reads the stream and what writes it. Norms of the latents follow,
 #: and a head's values lie between its keys in one linear, which no R2 rotates here. Where the queries have no
 #: latent, q_proj takes the place of q_a_proj and q_b_proj.
@@ -85,4 +110,39 @@ def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) 
         )
 
     kinds = [("linear", linear(family)), *((f"linear {kind}", linear(one)) for kind, one in family.kinds)]
+    return replace(family, kinds=(*family.kinds, *kinds))
+
+
+#: Kimi Delta Attention in place of another: a convolution and gates follow its linears, so that no R2 passes.
+#: The gates come from linears of low rank, which are not pruned.
+DELTA_ATTENTION = (
+    InputGroup(
+        name="attention",
+        norm="input_layernorm",
+        linears=tuple(
+            LinearSpec(f"self_attn.{one}_proj", ("linear_value", "hidden"), input="r1") for one in "qkv"
+        ),
+    ),
+    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "linear_value"), output="r1"),)),
+)
+
+
+def with_delta_attention(family: Family) -> Family:
+    """The family with a latent attention, some of whose layers have DELTA_ATTENTION instead."""
+
+    def delta(one: Family) -> Family:
+        readers = ("self_attn.b_proj", "self_attn.g_a_proj", "self_attn.forget_gate.f_a_proj")
+        untouched = ("", ".conv1d", ".o_norm", ".g_b_proj", ".forget_gate", ".forget_gate.f_b_proj")
+        return replace(
+            one,
+            linear_attention=True,
+            groups=(*DELTA_ATTENTION, *one.groups[len(LATENT_ATTENTION) :]),
+            untouched=tuple(f"self_attn{path}" for path in untouched),
+            unpruned=(*one.unpruned, *((path, "input_layernorm") for path in readers)),
+            files=(("self_attn.forget_gate.", "self_attn."), *one.files),
+            parts=(("self_attn.conv1d.weight", tuple(f"self_attn.{one}_conv1d.weight" for one in "qkv")),),
+            kinds=(),
+        )
+
+    kinds = [("linear", delta(family)), *((f"linear {kind}", delta(one)) for kind, one in family.kinds)]
     return replace(family, kinds=(*family.kinds, *kinds))

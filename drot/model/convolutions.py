@@ -6,7 +6,7 @@ Between them lie a convolution and gates, so that no R2 passes.
 
 from dataclasses import replace
 
-from drot.model.dense import LLAMA, with_norms, with_paths
+from drot.model.dense import LLAMA, between_norms, with_norms, with_paths
 from drot.model.family import Family, InputGroup, LinearSpec
 from drot.model.sizes import Width
 
@@ -22,7 +22,8 @@ def with_mixer(
 
     def mixed(one: Family) -> Family:
         read = LinearSpec(f"{mixer}.in_proj", (inputs, "hidden"), input="r1")
-        write = LinearSpec(f"{mixer}.out_proj", ("hidden", outputs), output="r1")
+        (o_proj,) = one.groups[1].linears
+        write = LinearSpec(f"{mixer}.out_proj", ("hidden", outputs), output=o_proj.output)
         return replace(
             one,
             attention=mixer,
@@ -33,6 +34,7 @@ def with_mixer(
                 *one.groups[2:],
             ),
             untouched=untouched,
+            unpruned=(),
             kinds=(),
         )
 
@@ -56,6 +58,19 @@ LFM2_ATTENTION = replace(
     activation=None,
     final_norm="model.embedding_norm",
     untouched=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+)
+
+#: LFM3 has a norm on both sides of each block, and a gate for each head of its attention, which R2 passes.
+LFM3_ATTENTION = replace(
+    with_paths(
+        between_norms(LFM2_ATTENTION, ("operator_norm", "ffn_norm"), ("post_operator_norm", "post_ffn_norm")),
+        {"self_attn.out_proj": "self_attn.o_proj"},
+    ),
+    models="LFM3",
+    untouched=LLAMA.untouched,
+    unpruned=(("self_attn.g_proj", "operator_norm"),),
+    files=(("self_attn.g_proj.", "self_attn.gate_proj."),),
+    required=(("use_sandwich_norm", True), ("use_attention_gate", True)),
 )
 
 

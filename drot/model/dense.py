@@ -55,9 +55,18 @@ def inside(family: Family) -> Family:
 
 def with_norms(family: Family, attention: str | None, mlp: str | None) -> Family:
     """The family with other norms in front of its attention and its MLP."""
-    norms = {"attention": attention, "mlp": mlp}
-    groups = (replace(group, norm=norms.get(group.name)) for group in family.groups)
-    return replace(family, groups=tuple(groups))
+    first, *others = family.groups
+    others = [replace(group, norm=mlp) if group.norm else group for group in others]
+    return replace(family, groups=(replace(first, norm=attention), *others))
+
+
+def between_norms(family: Family, before: tuple[str, str], behind: tuple[str, str]) -> Family:
+    """The family with a norm before its attention and its MLP and a norm behind each, in all its layers."""
+    return replace(
+        with_norms(inside(family), *before),
+        post_norms=behind,
+        kinds=tuple((kind, between_norms(one, before, behind)) for kind, one in family.kinds),
+    )
 
 
 def with_paths(family: Family, paths: Mapping[str, str]) -> Family:
@@ -97,8 +106,11 @@ POST_NORM = replace(
 )
 #: Norms on both sides of attention and MLP.
 SANDWICH = replace(
-    with_norms(inside(LLAMA), "input_layernorm", "pre_feedforward_layernorm"),
-    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    between_norms(
+        LLAMA,
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
     logits_cap="final_logit_softcapping",
 )
 #: The values of a head pass a norm without weight, which R2 commutes with. Where the keys are the values too,

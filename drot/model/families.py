@@ -13,7 +13,7 @@ from typing import Any
 
 from drot.core.errors import UserError
 from drot.model.attentions import hybrid, latent
-from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, with_short_convolutions
+from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, LFM3_ATTENTION, with_short_convolutions
 from drot.model.dense import (
     COHERE,
     GEMMA4,
@@ -53,6 +53,12 @@ FAMILIES = {
     "granite": replace(
         LLAMA, models="Granite 3", residual_multiplier="residual_multiplier", logits_divisor="logits_scaling"
     ),
+    "granite_swa": replace(
+        LLAMA,
+        models="Granite Swash",
+        residual_multiplier="residual_multiplier",
+        logits_divisor="logits_scaling",
+    ),
     "granitemoehybrid": replace(
         GRANITE4,
         models="Granite 4.0 without experts",
@@ -89,6 +95,12 @@ FAMILIES = {
     "olmo3": replace(POST_NORM, models="OLMo 3"),
     "exaone4": replace(POST_NORM, models="EXAONE 4"),
     "gemma2": replace(SANDWICH, models="Gemma 2"),
+    "vaultgemma": replace(
+        with_norms(LLAMA, "input_layernorm", "pre_feedforward_layernorm"),
+        models="VaultGemma",
+        norm_offset=1.0,
+        logits_cap="final_logit_softcapping",
+    ),
     "gemma3_text": replace(SANDWICH, models="Gemma 3"),
     "gemma4_text": replace(GEMMA4, models="Gemma 4 31B"),
     "gemma4_unified_text": replace(GEMMA4, models="Gemma 4 12B"),
@@ -100,6 +112,12 @@ FAMILIES = {
         models="StarCoder2",
         layer_norm=True,
         required=(("use_bias", True),),
+    ),
+    "jais2": replace(
+        without_gate(LLAMA),
+        models="Jais 2",
+        layer_norm=True,
+        required=(("attention_bias", True), ("mlp_bias", True)),
     ),
     "arcee": replace(without_gate(LLAMA), models="AFM-4.5B"),
     "apertus": replace(
@@ -113,6 +131,7 @@ FAMILIES = {
         needs="PrefixChange",
     ),
     "lfm2": with_short_convolutions(LFM2_ATTENTION),
+    "lfm3": with_short_convolutions(LFM3_ATTENTION),
     "youtu": replace(latent(LLAMA), models="Youtu-LLM"),
     "minicpm3": replace(
         latent(LLAMA),

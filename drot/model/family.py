@@ -151,6 +151,8 @@ class Family:
         empty if the files hold the parameters of all experts.
     files: what the names of tensors of a layer begin with → what the files have in its place. The first that
         fits counts.
+    parts: tensor of a layer → the names in files of its parts, which have as many rows each and lie one below
+        the other.
     kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one. A
         family whose layers are all alike has none, whatever the config says.
     positions: the embedding of the positions, which is added to that of the tokens.
@@ -185,6 +187,7 @@ class Family:
     router: str | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, tuple[str, ...]], ...] = ()
     kinds: tuple[tuple[str, "Family"], ...] = ()
     required: tuple[tuple[str, Any], ...] = ()
     needs: str | None = None

@@ -237,9 +237,11 @@ class DecoderLayer:
     def _rotate_readers(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
         """Folds norms into what reads their outputs beside the linears, and rotates it."""
         for path, norm in self.family.readers:
-            weight = module_at(self.module, path).weight
-            folded = weight.detach().double() * scale_of(module_at(self.module, norm), self.family)
-            weight.copy_(folded.to(dtype) @ rotation.r1)
+            parameter = module_at(self.module, path).weight
+            weight = parameter.detach().double()
+            if self.family.rotates_stream:
+                weight = weight * scale_of(module_at(self.module, norm), self.family)
+            parameter.copy_(weight.to(dtype) @ rotation.r1)
 
     @torch.no_grad()
     def rotate(

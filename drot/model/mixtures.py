@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from drot.model.attentions import hybrid, latent
+from drot.model.attentions import hybrid, latent, with_delta_attention, with_gate
 from drot.model.convolutions import LFM2_ATTENTION, with_short_convolutions
-from drot.model.dense import LLAMA
+from drot.model.dense import LLAMA, between_norms
 from drot.model.family import Family, InputGroup, LinearSpec
 
 
@@ -105,6 +105,8 @@ def with_mlp_at(family: Family, mlp: str) -> Family:
 SHARED = with_shared_experts(MIXTURE, "mlp.shared_experts")
 #: the names in files of the experts of Mixtral, as `expert_files`
 W1_W3_W2 = files_of_experts("block_sparse_moe", "w1", "w3", "w2")
+#: the name in files of the sinks of Flint's attention, as `files`
+SINKS_OF_FLINT = (("self_attn.sinks", "self_attn.softmax_offset"),)
 
 #: `model_type` of a config.json → family
 MIXTURES = {
@@ -207,5 +209,53 @@ MIXTURES = {
         ),
     ),
     "mellum": replace(MIXTURE, models="Mellum 2"),
+    "flint": replace(
+        with_shared_experts(MIXTURE, "mlp.shared_expert"),
+        models="Flint",
+        files=SINKS_OF_FLINT,
+        kinds=(("dense", replace(LLAMA, files=SINKS_OF_FLINT)),),
+    ),
+    "kolibri1": replace(
+        between_norms(
+            SHARED,
+            ("input_layernorm", "post_attention_layernorm"),
+            ("post_self_attn_layernorm", "post_mlp_layernorm"),
+        ),
+        models="Kolibri 1",
+        files=(
+            ("mlp.gate.e_score_correction_bias", "moe.router.expert_bias"),
+            ("post_self_attn_layernorm.", "post_attn_norm."),
+            ("post_mlp_layernorm.", "post_ffn_norm."),
+        ),
+        kinds=(),
+    ),
+    "laguna": with_gate(
+        replace(
+            SHARED,
+            models="Laguna",
+            files=(
+                ("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias"),
+                ("mlp.shared_experts.", "mlp.shared_expert."),
+            ),
+        ),
+        "self_attn.g_proj",
+    ),
+    "afmoe": with_gate(
+        between_norms(
+            replace(SHARED, models="Trinity", router="mlp.router.gate"),
+            ("input_layernorm", "pre_mlp_layernorm"),
+            ("post_attention_layernorm", "post_mlp_layernorm"),
+        ),
+        "self_attn.gate_proj",
+    ),
+    "kimi_linear": with_delta_attention(
+        replace(
+            latent(SHARED),
+            models="Kimi Linear",
+            expert_files=W1_W3_W2,
+            files=(("mlp.", "block_sparse_moe."),),
+        )
+    ),
+    "sarvam_mla": replace(latent(SHARED), models="Sarvam 105B"),
     "deepseek_v32": replace(with_indexer(latent(SHARED)), models="DeepSeek-V3.2"),
 }

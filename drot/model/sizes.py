@@ -109,6 +109,8 @@ def head_shape(config: Any, index: int) -> HeadShape:
     if (of_layers := getattr(config, "per_layer_config", None)) is not None:
         config = of_layers[index]
     heads = config.num_attention_heads
+    if (of_layers := getattr(config, "num_attention_heads_per_layer", None)) is not None:
+        heads = of_layers[index]
     return HeadShape(
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -137,6 +139,7 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         getattr(config, f"linear_num_{of}_heads", 0) * getattr(config, f"linear_{of}_head_dim", 0)
         for of in ("key", "value")
     )
+    value = value or getattr(config, "linear_num_heads", 0) * getattr(config, "linear_head_dim", 0)
     return {
         "hidden": config.hidden_size,
         "query": shape.heads * shape.head_dim,

@@ -58,6 +58,9 @@ def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
         if linear.spec.expert is not None and layer.family.expert_files and linear.is_dense:
             found.pop(_in_files(layer, linear.spec.path), None)
             found[stored_name(layer, linear)] = linear.weight.detach()
+    for name, parts in layer.family.parts:
+        rows = found.pop(_in_files(layer, name)).chunk(len(parts))
+        found |= {_in_files(layer, part): own for part, own in zip(parts, rows, strict=True)}
     return found
 
 
@@ -71,4 +74,6 @@ def load_stored(layer: DecoderLayer, tensors: dict[str, Tensor]) -> None:
         if linear.spec.expert is not None and layer.family.expert_files and name in own:
             linear.weight.copy_(own.pop(name))
             own[layer.prefix + linear.spec.path] = linear.parameter
+    for name, parts in layer.family.parts:
+        own[layer.prefix + name] = torch.cat([own.pop(_in_files(layer, part)) for part in parts])
     layer.module.load_state_dict({name.removeprefix(layer.prefix): each for name, each in own.items()})

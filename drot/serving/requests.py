@@ -12,6 +12,15 @@ from drot.core.checks import shortened
 MOST_STOPS = 4
 #: settings of a GenerationConfig that OpenAI's API lacks, under the names that vLLM and SGLang give them
 BEYOND_OPENAI = ("top_k", "min_p", "repetition_penalty")
+#: words of pydantic's messages → words that fit behind the name of a field
+_PLAIN = {
+    "Value error, ": "",
+    "Field required": "is missing",
+    "Input should be None": "must be left out",
+    "Input should": "must",
+    "String should": "must",
+    "List should": "must",
+}
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[int, Field(ge=1)]
 
@@ -47,7 +56,7 @@ class Completion(Part):
     presence_penalty: float | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     modalities: list[Literal["text"]] | None = None
-    tool_choice: Literal["auto"] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     audio: None = None
     functions: None = None
@@ -134,12 +143,22 @@ def check_body(kind: type[Completion], body: dict[str, Any], *, seeds: bool, voc
     try:
         asked = kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field, problem = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        raise HTTPException(400, f"{field}: {problem}, got {shortened(first['input'])}") from None
+        raise HTTPException(400, _problem(error)) from None
     if (largest := max(map(int, asked.logit_bias or {}), default=0)) >= vocabulary:
         raise HTTPException(400, f"logit_bias: the model has {vocabulary} tokens, got the token {largest}")
     if asked.seed is not None and not seeds:
         raise HTTPException(
             400, "a seed cannot be kept in a batch: start drot serve with --sequential, or leave it out"
         )
+
+
+def _problem(error: ValidationError) -> str:
+    """The first wrong field, what it must be, and what came."""
+    first = error.errors(include_url=False)[0]
+    # pydantic names the members of a union too, as in `stop.list[constrained-str].0`
+    parts = [str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    field = ".".join(part for part in parts if part not in ("str", "bool"))
+    problem = first["msg"]
+    for words, plain in _PLAIN.items():
+        problem = problem.replace(words, plain)
+    return f"{field}: {problem}, got {shortened(first['input'])}"

@@ -58,6 +58,8 @@ class _OneModel:
             raise HTTPException(404, _no_other(name, body["model"]))
         vocabulary = self.served[1].config.get_text_config().vocab_size
         check_body(self.kind, body, seeds=self.engine.batch is None, vocabulary=vocabulary)
+        if body.get("tool_choice") == "none":
+            body.pop("tools", None)
         known = {name: value for name, value in body.items() if name not in BEYOND_OPENAI}
         super()._validate_request(known)  # type: ignore[misc]
 

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 class FusedLinear(SparseLinear):
     """Replaces the first of several linears with the same input x: x [W0; W1; ...]ᵀ + [b0; b1; ...].
 
+    All have a bias, or none has.
+
     `forward` computes the product of all linears and returns the columns of the first. A FusedPart in the
     place of each other linear returns the columns of that linear.
 
@@ -54,7 +56,6 @@ class FusedLinear(SparseLinear):
 
     def __init__(self, linears: list[SparseLinear]) -> None:
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        assert len(biases) in (0, len(linears))
         super().__init__(
             torch.cat([linear.values.detach() for linear in linears]),
             torch.cat([linear.positions.detach() for linear in linears]),
@@ -214,6 +215,8 @@ def _fuse_layer(layer: DecoderLayer) -> None:
         linears = [first for first, *_ in layer.modules_of(group)]
         modules = [linear.module for linear in linears]
         if len(linears) == 1 or not all(type(module) is SparseLinear for module in modules):
+            continue
+        if len({module.bias is None for module in modules}) > 1:  # some linears of a latent attention
             continue
         fused = FusedLinear(modules)
         linears[0].module = fused

@@ -67,6 +67,16 @@ def test_a_skeleton_reads_what_transformers_loads(family, dtype, tmp_path):
     assert type(skeleton) is type(loaded) and not skeleton.training
 
 
+def test_a_dense_layer_of_kimi_has_its_published_names(tmp_path):
+    """transformers writes it as it writes experts."""
+    folder = save_small_model(
+        small_model("kimi_linear", mlp_layer_types=["dense", "sparse", "sparse"]), tmp_path
+    )
+    written, published = ("layers.0.block_sparse_moe.", "layers.0.mlp.")
+    replace_tensors(folder, lambda old: {name.replace(written, published): old[name] for name in old})
+    assert_as_loaded(folder)
+
+
 def test_several_files(tmp_path):
     small_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2

@@ -161,13 +161,14 @@ def test_a_prompt_beyond_the_context_is_refused(batched, packed):
         ({"prompt": "x", "top_k": 1.5}, "top_k"),
         ({"prompt": "x", "min_p": -1}, "min_p"),
         ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-        ({"prompt": "x", "n": 2}, "n: "),
+        ({"prompt": "x", "n": 2}, "n: must be 1, got 2"),
         ({"prompt": "x", "presence_penalty": 1.5}, "presence_penalty: must be 0 or left out"),
         ({"prompt": "x", "stop": [1]}, "stop"),
+        ({"prompt": "x", "stop": ""}, "stop: "),
         ({"prompt": "x", "seed": 1}, "--sequential"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias: the model has"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "suffix": "y"}, "suffix: must be left out, got 'y'"),
         ({"prompt": "x", "stop": list("abcde")}, "stop: must be a text or 1 to 4 texts"),
         (b'{"prompt": "\\ud800"}', "half of a character"),
         ({"prompt": "x", "generation_config": "{}"}, "generation_config"),
@@ -225,6 +226,13 @@ def test_malformed_tools_are_refused(tools, batched):
     messages = [{"role": "user", "content": "add"}]
     status, answer = post(batched, {"messages": messages, "tools": tools}, "/v1/chat/completions")
     assert status == 400 and "tools" in answer["error"]["message"], answer
+
+
+def test_tools_that_must_not_be_called_are_left_out(batched):
+    asked = {"messages": [{"role": "user", "content": "add"}], "max_tokens": 8, "temperature": 0}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+    answers = [post(batched, asked | more, "/v1/chat/completions") for more in ({}, tools)]
+    assert answers[0][0] == 200 and answers[0][1]["choices"] == answers[1][1]["choices"]
 
 
 def test_an_image_is_refused_in_words(batched):
