@@ -1,4 +1,5 @@
-"""How much each calibration token counts in the Hessians and the targets of a layer's linears.
+"""How much each calibration token counts in the Hessians and the targets of a layer's linears, and how much
+each output of a linear counts in the training of the rotations.
 
 A change δy of a linear's output at a token changes the loss of the dense model by about gᵀδy, with g the
 gradient of the loss in that output. A sum of ‖δy‖² over the tokens, which a Hessian H = (2/n) Σ x xᵀ stands
@@ -6,13 +7,17 @@ for, counts all tokens alike. With w ‖δy‖² it counts them by w, the root o
 GuidedQuant (arXiv 2505.07004) weights groups of outputs by means of g² itself, for quantisation. Here one
 weight of a token serves all outputs, so that the linears that read one input still share one Hessian.
 
+The means of g² over the tokens say how much each output counts: a removed weight of its row changes the loss
+by about that, times the removed importance. Only the objective of a rotation compares rows: a row is pruned
+and solved for by itself.
+
 The tokens at which a model has massive activations, mostly the first of a sequence, have small gradients.
 Without weights, 8 of 4,096 tokens hold up to 90 % of the trace of a Hessian in SmolLM2-135M.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from torch import Tensor
 from drot.model.decoder import DecoderModel
 from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer
+from drot.model.linear import Linear
 
 #: the name of the groups of all experts of a layer, which have the weights of the outputs of their mixture
 EXPERTS = "experts"
@@ -33,17 +39,29 @@ class TokenWeights:
     """The weights of the calibration tokens of all ranks, with a mean of 1 for each input group.
 
     tensors: `<layer>.<input group>` → fp16 [nsamples, seqlen].
+    outputs: `<layer>.<linear>` → how much each of its outputs counts, fp32 [out], for linears of no expert.
+        Their mean over all outputs of the model is 1.
     """
 
     tensors: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def of(self, layer: DecoderLayer, group: InputGroup) -> Tensor:
         """Those of an input group [nsamples, seqlen]; all groups of experts have the same."""
         return self.tensors[key_of(layer, group)]
 
+    def of_outputs(self, layer: DecoderLayer) -> dict[str, Tensor]:
+        """Name → weights [out] of the outputs of the linears of a layer that have some."""
+        keys = {name: output_key(layer, name) for name in layer.linears}
+        return {name: self.outputs[key] for name, key in keys.items() if key in self.outputs}
+
 
 def key_of(layer: DecoderLayer, group: InputGroup) -> str:
     return f"{layer.index}.{group.name if group.expert is None else EXPERTS}"
+
+
+def output_key(layer: DecoderLayer, linear: str) -> str:
+    return f"{layer.index}.{linear}"
 
 
 def loss_gradient(model: DecoderModel, hidden: Tensor, tokens: Tensor, norm: Any, head: Any) -> Tensor:
@@ -77,15 +95,16 @@ def loss_gradient(model: DecoderModel, hidden: Tensor, tokens: Tensor, norm: Any
 
 def layer_gradients(
     layer: DecoderLayer, hidden: Tensor, kwargs: dict[str, Any], gradient: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """The gradient of the loss in the inputs of a layer, from that in its outputs [sequences, seqlen, d].
 
     Also returns `key_of` each input group → the mean of its square over the outputs of the group's linears,
-    fp32 [sequences, seqlen].
+    fp32 [sequences, seqlen]; and `output_key` of each linear of no expert → its sum of squares over the
+    tokens, fp32 [out].
     """
     shape = hidden.shape[:2]
     own = hidden.detach().requires_grad_()
-    with _squares(layer) as squares:
+    with _squares(layer) as (squares, of_outputs):
         with torch.enable_grad():
             outputs = layer(own.view_as(own), kwargs)
         (found,) = torch.autograd.grad(outputs, own, gradient)
@@ -96,27 +115,34 @@ def layer_gradients(
             means[key] = _squared_norms(gradient) / gradient.shape[-1]
         elif key not in means:
             means[key] = torch.zeros(shape, device=hidden.device)
-    return found, means
+    return found, means, of_outputs
 
 
-def _squared_norms(gradient: Tensor) -> Tensor:
-    """The sums of squares over the last dimension, in fp32, from one reading of the gradient in its dtype."""
+def _squared_norms(gradient: Tensor, dim: int = -1) -> Tensor:
+    """The sums of squares over a dimension, in fp32, from one reading of the gradient in its dtype."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype).square().float()
+    return torch.linalg.vector_norm(gradient, dim=dim, dtype=dtype).square().float()
 
 
 @contextlib.contextmanager
-def _squares(layer: DecoderLayer) -> Iterator[dict[str, Tensor]]:
-    """A context in which a backward pass adds up, for each input group, g² over the outputs of its linears.
+def _squares(layer: DecoderLayer) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """A context in which a backward pass adds up g² of the outputs of the linears, but for those of experts.
 
-    The results are means over the outputs, fp32 [tokens].
+    The results are `key_of` each input group → the means over its outputs, fp32 [tokens]; and `output_key` of
+    each linear → the sums over the tokens, fp32 [out].
     """
     found: dict[str, Tensor] = {}
+    of_outputs: dict[str, Tensor] = {}
 
-    def hook(key: str, share: float) -> Any:
+    def hook(key: str, share: float, linears: Sequence[Linear]) -> Any:
+        keys = [output_key(layer, linear.name) for linear in linears]
+        sizes = [layer.shape_of(linear.spec)[0] for linear in linears]
+
         def see_gradient(gradient: Tensor) -> None:
-            squares = _squared_norms(gradient.reshape(-1, gradient.shape[-1])) * share
+            gradient = gradient.reshape(-1, gradient.shape[-1])
+            squares = _squared_norms(gradient) * share
             found[key] = found[key] + squares if key in found else squares
+            of_outputs.update(zip(keys, _squared_norms(gradient, 0).split(sizes), strict=True))
 
         def see_output(module: Any, args: Any, output: Tensor) -> None:
             output.register_hook(see_gradient)
@@ -129,7 +155,6 @@ def _squares(layer: DecoderLayer) -> Iterator[dict[str, Tensor]]:
                 continue
             share = 1 / sum(layer.shape_of(spec)[0] for spec in group.linears)
             for linears in layer.modules_of(group):
-                hooks.enter_context(
-                    linears[0].module.register_forward_hook(hook(key_of(layer, group), share))
-                )
-        yield found
+                see = hook(key_of(layer, group), share, linears)
+                hooks.enter_context(linears[0].module.register_forward_hook(see))
+        yield found, of_outputs

@@ -26,10 +26,12 @@ from drot.config.rotation import (
     DownRotation,
     HessianSource,
     Objective,
+    OutputWeights,
     ProductDtype,
     RotationConfig,
 )
 from drot.config.settings import settings, values_of
+from drot.core.errors import UserError
 
 #: `source` in the recipe of a run that was given token ids in place of a text
 GIVEN_TOKENS = "tensor"
@@ -41,6 +43,7 @@ class ResolvedRotation(RotationConfig):
 
     down_rotation: DownRotation = "none"
     objective: Objective
+    output_weights: OutputWeights = "equal"
     steps: int
     lr: float
     training_tokens: int
@@ -148,9 +151,12 @@ def resolve(
     calibration: dict[str, Any] = {"seqlen": recipe.calibration.seqlen or default_seqlen(positions)}
     if tokens is not None:
         calibration = {"source": GIVEN_TOKENS, "nsamples": tokens[0], "seqlen": tokens[1]}
+    pruning = _pruning(recipe.pruning, published)
     return ResolvedRecipe(
-        rotation=_rotation(rotation, published, device, format, rotations_given, down_width, rotates_stream),
-        pruning=_pruning(recipe.pruning, published),
+        rotation=_rotation(
+            rotation, published, device, format, rotations_given, down_width, rotates_stream, pruning
+        ),
+        pruning=pruning,
         recovery=_recovery(recipe.recovery, recipe.calibration.nsamples, distillation if tokens else None),
         calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
         format=cast(WeightFormat, format),
@@ -178,6 +184,7 @@ def _rotation(
     rotations_given: bool,
     down_width: int | None,
     rotates_stream: bool,
+    pruning: ResolvedPruning,
 ) -> ResolvedRotation:
     steps, lr = OPTIMIZER_DEFAULTS[wishes.optimizer]
     if wishes.optimizer == "fast" and wishes.objective == "entropy":
@@ -192,8 +199,13 @@ def _rotation(
         needed = boundary == "residual" and wishes.mode == "layer" and not rotations_given
         hessians = "dense" if needed else "sequential"
     trains_on_a_gpu = device != "cpu" and wishes.mode != "none"
+    weighs = pruning.token_weights == "gradient"
+    if wishes.output_weights == "gradient" and not weighs:
+        raise UserError("`output_weights` gradient needs `token_weights` gradient; got equal")
+    of_outputs = weighs and wishes.mode != "none" and wishes.objective != "entropy" and not rotations_given
     values: dict[str, Any] = {
         "objective": "pruned",
+        "output_weights": "gradient" if of_outputs else "equal",
         "steps": steps,
         "lr": lr,
         "training_tokens": 0 if published else TRAINING_TOKENS,

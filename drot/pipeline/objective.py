@@ -66,6 +66,7 @@ def layer_objective(
         unrotated=unrotated,
         down_block=down_block,
     )
+    weighted = recipe.rotation.output_weights == "gradient"
     objective = LayerObjective(
         {name: weight.to(device) for name, weight in weights.items()},
         metrics,
@@ -78,5 +79,6 @@ def layer_objective(
         down_block=down_block,
         fixed_r1=fixed_r1,
         keeps_ones=layer.family.layer_norm,
+        outputs=stream.weights.of_outputs(layer) if weighted and stream.weights else {},
     )
     return objective, metrics.damping

@@ -13,6 +13,7 @@ from drot.calibration.token_weights import (
     key_of,
     layer_gradients,
     loss_gradient,
+    output_key,
 )
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
@@ -26,6 +27,8 @@ from drot.pipeline.states import embed
 
 #: the name of the part of a run's state that holds them
 PART = "token_weights"
+#: what the names of the weights of outputs begin with there
+OUTPUTS = "outputs."
 #: the share of the free main memory that the kept inputs of layers may take
 KEPT_SHARE = 0.5
 
@@ -39,8 +42,9 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
     Raises UserError for outputs of a layer or gradients that are not finite.
     """
     if saved := state.load(PART) if state else None:
-        return TokenWeights(saved[0])
+        return _parted(saved[0])
     squares: dict[str, Tensor] = {}
+    of_outputs: dict[str, Tensor] = {}
     with run.during("weigh"):
         stream = embed(run, run.tokens, state)
         layers, kept = run.model.layers, {}
@@ -71,15 +75,24 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
                 inputs[-1].advance(layer)
         for layer in on_device(segment[::-1], run.device, run.home):
             with run.during("weigh", layer):
-                squares |= _go_back(run, layer.index, inputs.pop(), stream)
+                of_tokens, sums = _go_back(run, layer.index, inputs.pop(), stream)
+                squares |= of_tokens
+                of_outputs |= sums
     with run.during("weigh"):
-        weights = TokenWeights(_of_all_ranks(run, squares))
+        weights = TokenWeights(_of_all_ranks(run, squares), _outputs_of_all_ranks(run, of_outputs))
         del stream, inputs
         if is_gpu(run.device):
             return_pinned_memory()
         if state is not None:
-            state.save(PART, dict(weights.tensors), None)
+            outputs = {OUTPUTS + key: each for key, each in weights.outputs.items()}
+            state.save(PART, {**weights.tensors, **outputs}, None)
     return weights
+
+
+def _parted(saved: dict[str, Tensor]) -> TokenWeights:
+    """The weights from the tensors of PART."""
+    outputs = {key.removeprefix(OUTPUTS): each for key, each in saved.items() if key.startswith(OUTPUTS)}
+    return TokenWeights({key: each for key, each in saved.items() if not key.startswith(OUTPUTS)}, outputs)
 
 
 def kept_layers(count: int, room: int) -> tuple[int, int]:
@@ -122,22 +135,28 @@ def _keeper(
 
 def _go_back(
     run: RunContext, index: int, inputs: CalibrationStream, gradient: CalibrationStream
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Replaces the gradient in the outputs of a layer by that in its inputs.
 
-    Returns the squares of its groups, in main memory.
+    Returns the squares of its groups and those of the outputs of its linears (`layer_gradients`), in main
+    memory.
 
     inputs: of the layer. gradient: its hidden states are the gradient.
     """
-    layer, found = run.model.layers[index], dict[str, list[Tensor]]()
+    layer, found, sums = run.model.layers[index], dict[str, list[Tensor]](), dict[str, Tensor]()
     batches = zip(inputs.loaded_batches(), gradient.loaded(gradient.hidden_states), strict=True)
     with gradient.copies_home() as home:
         for (batch, hidden), of_outputs in batches:
-            before, squares = layer_gradients(layer, hidden, inputs.layer_kwargs[index], of_outputs)
+            before, squares, of_linears = layer_gradients(
+                layer, hidden, inputs.layer_kwargs[index], of_outputs
+            )
             home.write(gradient.hidden_states[batch], before)
             for key, means in squares.items():
                 found.setdefault(key, []).append(means)
-    return {key: torch.cat(means).cpu() for key, means in found.items()}
+            for key, added in of_linears.items():
+                sums[key] = sums[key] + added if key in sums else added
+    of_tokens = {key: torch.cat(parts).cpu() for key, parts in found.items()}
+    return of_tokens, {key: each.cpu() for key, each in sums.items()}
 
 
 def _of_all_ranks(run: RunContext, squares: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -160,3 +179,20 @@ def _of_all_ranks(run: RunContext, squares: dict[str, Tensor]) -> dict[str, Tens
         ranks.add_(whole)
         found[key] = whole.half().cpu()
     return found
+
+
+def _outputs_of_all_ranks(run: RunContext, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the outputs, from the sums of squares over the tokens of this rank."""
+    sizes = {
+        output_key(layer, linear.name): layer.shape_of(linear.spec)[0]
+        for layer in run.model.layers
+        for linear in layer.linears.values()
+        if linear.spec.expert is None
+    }
+    whole = torch.cat([sums.get(key, torch.zeros(size)) for key, size in sizes.items()]).to(run.device)
+    run.ranks.add_(whole)
+    mean = whole.double().mean()
+    if not mean:  # the loss does not depend on the model
+        return {}
+    parts = (whole / mean).float().cpu().split([*sizes.values()])
+    return {key: part.clone() for key, part in zip(sizes, parts, strict=True)}

@@ -4,8 +4,8 @@ Entropy (paper, equations 5 and 9): the entropies of the rows of q, k, gate and 
 the right, of the columns of down, where it acts on the left, and of the rows and columns of v and o, and of
 down if R3 rotates its input.
 
-Pruned importance (right-hand side of the paper's equation 4), summed over the linears:
-out_features · (sum of the scores that the mask removes) / (sum of all scores at R = I).
+Pruned importance (right-hand side of the paper's equation 4): the sum over the linears of the scores that the
+mask removes, times what output_weights.py says of their rows.
 
 The ops return dY and dcolumn_scale, from which dq follows, with q = diag(RᵀMR). The gradient in R is
 Wᵀ dY + 2 (M R) diag(dq) for Y = W R, and W dYᵀ for Y = Rᵀ W.
@@ -15,6 +15,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,13 +31,13 @@ from drot.model.rotation import rotate_left, rotate_right
 from drot.model.sizes import HeadShape
 from drot.rotation.gradient import Sums, left_factors, right_factors
 from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks, is_rotated
+from drot.rotation.output_weights import OutputWeights
 from drot.rotation.stack import (
     STACK_BYTES,
     LeftRotated,
     Stack,
     by_rows,
     left_rotated,
-    pruned_factors,
     side_by_side,
 )
 from drot.rotation.work import work_of_ranks
@@ -63,6 +64,8 @@ class LayerObjective:
     down_block: the size of the blocks of R3, for which `metrics` were made; None without R3.
     fixed_r1: whether R1 stays the identity.
     keeps_ones: whether the training of R1 keeps R1 1 = 1.
+    outputs: for `pruned`, name of a linear → how much each of its outputs counts [out]. A linear that has none
+        counts by its number of outputs.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class LayerObjective:
         down_block: int | None = None,
         fixed_r1: bool = False,
         keeps_ones: bool = False,
+        outputs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.groups, self.shape, self.objective, self.blocks = groups, shape, objective, blocks
         self.down_block, self.fixed_r1, self.keeps_ones = down_block, fixed_r1, keeps_ones
@@ -93,6 +97,13 @@ class LayerObjective:
         self._left_to_others: frozenset[int] = frozenset()
         self.own_left: list[LeftRotated] = []
         self.r2_metric: Metric | None = None
+        pruned = [
+            (linear, weights[linear.name], metrics.metrics[group.name])
+            for group in groups
+            for linear in group.linears
+            if linear.name in self.sparsity
+        ]
+        self._output_weights = OutputWeights(outputs, pruned, shape) if objective == "pruned" else None
         attention_end = next((group for group in groups if group.writes_residual), None)
         for of_stack in self._stacked(weights):
             group, of_groups = of_stack[0], [metrics.metrics[group.name] for group in of_stack]
@@ -143,8 +154,8 @@ class LayerObjective:
         """
         found = [weights[group.linears[place].name] for group in groups]
         weight = (torch.stack(found) if len(found) > 1 else found[0][None]).to(self.loss_dtype)
-        if self.objective == "pruned":
-            weight = weight * pruned_factors(weight, metrics)[:, None, None]
+        if self._output_weights is not None:
+            weight = weight * self._output_weights.factors(groups[0].linears[place], weight, metrics)
         return weight.to(self.product_dtype)
 
     def _stacked_metric(self, metrics: list[Metric]) -> Metric:

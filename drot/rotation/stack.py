@@ -23,9 +23,9 @@ class Stack:
     groups: the group, or those of the experts.
     linears: those of the first group that are in the stack.
     sizes: the rows of each.
-    weight: [Σ sizes, groups, in], folded weights, times their factors (`pruned_factors`) for `pruned`. So the
-        weights of the experts are one below the other for a product, and side by side for the scores, whose
-        columns are independent.
+    weight: [Σ sizes, groups, in], folded weights, for `pruned` times their factors (output_weights.py). So
+        the weights of the experts are one below the other for a product, and side by side for the scores,
+        whose columns are independent.
     """
 
     groups: Sequence[InputGroup]
@@ -101,20 +101,6 @@ class LeftRotated:
 def by_rows(linear: LinearSpec) -> bool:
     """Whether R1 alone acts on the linear, and on its input."""
     return linear.input == "r1" and linear.output != "r2"
-
-
-def pruned_factors(weight: Tensor, metrics: list[Metric]) -> Tensor:
-    """√(out_features / (sum of the scores at R = I)), the factors of weights [n, out, in] for `pruned`.
-
-    Factors of the weights, not of the loss: so linears with different factors share one op. The sum is not
-    taken at the current R, because the training could then lower the loss by increasing the sum.
-    """
-    squares = weight.square().sum(-2)
-    if metrics[0].matrix is not None:
-        diagonals = torch.stack([found for metric in metrics if (found := metric.diagonal) is not None])
-        squares = squares * metrics[0].column_scale(diagonals.to(squares))
-    totals = squares.sum(-1).double()
-    return torch.where(totals > 0, (weight.shape[-2] / totals).sqrt(), 1).to(weight.dtype)
 
 
 def side_by_side(metrics: list[Metric], dtype: torch.dtype) -> Metric:
