@@ -63,6 +63,9 @@ def rotations_file_bytes(sizes: Sizes, rotation: ResolvedRotation) -> int:
 
 
 def weights_bytes(sizes: Sizes) -> int:
-    """The bytes of the weights of the tokens of one layer, of which all experts have the same."""
+    """The bytes of the weights of the tokens, of which all experts have the same, and of the outputs of one
+    layer, of which experts have none."""
     groups = {group.name if group.expert is None else None for group in sizes.groups}
-    return torch.float16.itemsize * sizes.tokens * len(groups)
+    linears = (linear for group in sizes.groups if group.expert is None for linear in group.linears)
+    outputs = sum(sizes.shapes[linear.name][0] for linear in linears)
+    return torch.float16.itemsize * sizes.tokens * len(groups) + torch.float32.itemsize * outputs

@@ -60,6 +60,39 @@ def test_the_weights_are_those_of_one_backward_pass(family, room, monkeypatch):
     check_weights(context_of(family), room, monkeypatch)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "opt"])
+def test_the_weights_of_outputs_are_those_of_one_backward_pass(family):
+    """Also of the slices of a module. Experts have none."""
+    run = context_of(family)
+    found = weigh_tokens(run, None)
+    wanted, hooks = {}, []
+    for layer in run.model.layers:
+        for linear in layer.linears.values():
+            if linear.spec.expert is None:
+                rows = slice(None) if linear.spec.part is None else linear.rows
+
+                def see(module, args, output, key=f"{layer.index}.{linear.name}", rows=rows):
+                    def add(gradient):
+                        squares = gradient[..., rows].double().square().flatten(0, -2).sum(0)
+                        wanted[key] = wanted.get(key, 0) + squares
+
+                    output.register_hook(add)
+
+                hooks.append(linear.module.register_forward_hook(see))
+    model = run.model.model.requires_grad_(True)
+    logits = model(run.tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), run.tokens[:, 1:].flatten(), reduction="sum"
+    ).backward()
+    for hook in hooks:
+        hook.remove()
+    mean = torch.cat([*wanted.values()]).mean()
+    assert found.outputs.keys() == wanted.keys()
+    for key, sums in wanted.items():
+        torch.testing.assert_close(found.outputs[key].double(), sums / mean, rtol=1e-3, atol=1e-6)
+    assert found.of_outputs(run.model.layers[0]).keys() <= run.model.layers[0].linears.keys()
+
+
 @pytest.mark.parametrize("room", [4, 5])
 def test_the_inputs_of_the_last_layers_are_kept(room, monkeypatch):
     """Of six layers those of the last two or three, and of the first of the others."""
@@ -171,6 +204,17 @@ def test_weights_are_the_default_where_weights_are_solved_for():
     assert of(token_weights="equal") == "equal" and of(solve="none", token_weights="gradient") == "gradient"
 
 
+def test_outputs_have_weights_where_tokens_have():
+    def of(**fields):
+        return resolve(Recipe().replace(**fields)).rotation.output_weights
+
+    assert of() == of(mode="shared") == of(solve="none", token_weights="gradient") == "gradient"
+    assert of(token_weights="equal") == of(mode="none") == of(objective="entropy") == "equal"
+    assert of(optimizer="paper") == of(output_weights="equal") == "equal"
+    with pytest.raises(UserError, match="`output_weights` gradient needs `token_weights` gradient"):
+        of(solve="none", output_weights="gradient")
+
+
 def test_a_run_weights_its_tokens_and_resumes_with_the_same_weights(tmp_path):
     source = save_small_model(small_model("llama"), tmp_path / "model")
     whole = prune(source, recipe(), out=tmp_path / "whole")
@@ -189,8 +233,8 @@ def test_a_gradient_that_is_not_finite_is_refused(monkeypatch):
     gradients = weigh.layer_gradients
 
     def infinite(*args):
-        before, squares = gradients(*args)
-        return before, {key: value / 0 for key, value in squares.items()}
+        before, squares, sums = gradients(*args)
+        return before, {key: value / 0 for key, value in squares.items()}, sums
 
     monkeypatch.setattr(weigh, "layer_gradients", infinite)
     with pytest.raises(UserError, match="the gradients that weight the calibration tokens must be finite"):

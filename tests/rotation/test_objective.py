@@ -165,6 +165,47 @@ def test_value_and_gradient_in_fp64(method, objective, sparsity, compat):
     assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))
 
 
+@pytest.mark.parametrize("missing", [(), ("gate_proj", "down_proj")])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_weights_of_outputs_in_fp64(method, missing):
+    """The removed importance of a row counts by the weight of its output, or by the mean of those with which
+    a rotation mixes it. A linear without weights counts for each output as the others do on average."""
+    (weights, hessians), (r1, r2) = make_layer(), random_rotations()
+    generator = torch.Generator().manual_seed(5)
+    outputs = {
+        name: torch.rand(len(weight), generator=generator, dtype=torch.float64) * 3
+        for name, weight in weights.items()
+        if name not in missing
+    }
+    problem = build(
+        weights, hessians, method, "pruned", "2:4", False, product_dtype=torch.float64, outputs=outputs
+    )
+    loss, g1, g2 = problem.value_and_grad(r1[None], r2)
+    mixed = {name: each.clone() for name, each in outputs.items()}
+    for name in {"o_proj", "down_proj"} & outputs.keys():
+        mixed[name][:] = outputs[name].mean()
+    for head in range(SHAPE.kv_heads):
+        rows = slice(head * SHAPE.head_dim, (head + 1) * SHAPE.head_dim)
+        mixed["v_proj"][rows] = outputs["v_proj"][rows].mean()
+    eye2 = torch.eye(SHAPE.head_dim, dtype=r1.dtype).repeat(SHAPE.kv_heads, 1, 1)
+    start = scores(weights, hessians, torch.eye(D, dtype=r1.dtype), eye2, method, False)
+    usual = sum(float((start[name].sum(1) * each).sum()) for name, each in mixed.items())
+    usual /= sum(len(each) for each in mixed.values())
+    r1, r2 = r1.requires_grad_(), r2.requires_grad_()
+    expected = 0
+    for name, s in scores(weights, hessians, r1, r2, method, False).items():
+        removed = s.reshape(len(s), -1, 4).sort(-1).values[..., :2].sum((-1, -2))
+        expected = expected + (
+            (removed * mixed[name]).sum()
+            if name in mixed
+            else usual * len(s) * removed.sum() / start[name].sum()
+        )
+    expected.backward()
+    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
+    assert torch.allclose(g1[0], r1.grad, rtol=0, atol=1e-10 * float(r1.grad.abs().max()))
+    assert torch.allclose(g2, r2.grad, rtol=0, atol=1e-10 * float(r2.grad.abs().max()))
+
+
 @pytest.mark.parametrize("count", [0, 2])  # the tests of R3 have one
 @pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES[::2])
 def test_any_number_of_left_rotated_in_fp64(method, objective, sparsity, compat, count):
