@@ -78,6 +78,12 @@ DAMPINGS: dict[str, dict[str, Any]] = {
     "balanced, damping 0.3 of the mean": dict(damping=0.3, damping_average="mean"),
     "balanced, damping 1 of the median": dict(damping=1.0, damping_average="median"),
 }
+#: the end of a name → how tokens and outputs count
+WEIGHTS: dict[str, dict[str, str]] = {
+    "": {},
+    ", equal outputs": {"output_weights": "equal"},
+    ", equal tokens": {"token_weights": "equal"},
+}
 RECIPES: dict[str, Recipe] = {
     **{
         f"{method} {sparsity}": ONE_SHOT.replace(method=method, sparsity=sparsity)
@@ -90,8 +96,8 @@ RECIPES: dict[str, Recipe] = {
     "best": RECIPE.with_quality("best"),
     **{name: RECIPE.with_quality("balanced").replace(**fields) for name, fields in DAMPINGS.items()},
     **{
-        f"{point}, {quality}{name}": Recipe().replace(**fields, token_weights=weights).with_quality(quality)
-        for name, weights in (("", "auto"), (", equal tokens", "equal"))
+        f"{point}, {quality}{name}": Recipe().replace(**fields, **weights).with_quality(quality)
+        for name, weights in WEIGHTS.items()
         for point, fields in POINTS.items()
         for quality in QUALITIES
     },

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from _harness import ROOT, add_csv, append_rows, commit, machine
-from perplexity import RECIPES, with_fewer_steps
+from perplexity import RECIPES, WEIGHTS, with_fewer_steps
 
 import drot
 from drot.checkpoint.load import load_tokenizer
@@ -55,7 +55,7 @@ RECORDS: dict[str, Recipe] = {
     ),
     **{
         f"{point}, {quality}{weights}": RECIPES[f"{point}, {quality}{weights}"]
-        for weights in ("", ", equal tokens")
+        for weights in WEIGHTS
         for point in POINTS
         for quality in QUALITIES
     },
@@ -75,7 +75,7 @@ RECORDS["full, fast, distilled"] = RECIPES["full, fast"].replace(distill_epochs=
 RECORDS["full, best, recovered"] = RECIPES["full, best"].replace(recover="block")
 RECORDS |= {
     f"full, balanced{weights}, recovered": RECIPES[f"full, balanced{weights}"].replace(recover="block")
-    for weights in ("", ", equal tokens")
+    for weights in WEIGHTS
 }
 OLDER = with_fewer_steps(RECORDS)
 

@@ -28,6 +28,11 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
         lambda recipe, given: recipe.rotation.mode == "none",
         (*TRAINING, "down_rotation", "rotations", "save_rotations_to"),
     ),
+    (
+        "--objective entropy",
+        lambda recipe, given: recipe.rotation.objective == "entropy",
+        ("output_weights",),
+    ),
     ("--rotations FILE", lambda recipe, given: given, (*TRAINING, "blocks")),
     (
         "--rotation other than shared",

@@ -22,7 +22,7 @@ class OutputWeights:
     They are factors of the weights, not of the loss, so that linears with different factors share one op.
 
     outputs: name of a linear → how much each of its outputs counts [out]. A linear that has none, as that of
-        an expert, counts as much for each output as the others do on average.
+        an expert, or zeros alone, counts as much for each output as the others do on average.
     pruned: the linears that are pruned, their folded weights [out, in], and the metrics of their inputs.
     shape: the heads, in each of which R2 mixes the rows of v_proj.
     """
@@ -34,12 +34,12 @@ class OutputWeights:
         shape: HeadShape,
     ) -> None:
         self._shape = shape
-        known = [one for one in pruned if one[0].name in outputs]
+        known = [one for one in pruned if one[0].name in outputs and outputs[one[0].name].any()]
         self._outputs = {linear.name: self._mixed(linear, outputs[linear.name]) for linear, _, _ in known}
         self._usual = 1.0
         if known and len(known) < len(pruned):
             total = sum(_total(weight, metric, self._of(linear, weight)) for linear, weight, metric in known)
-            self._usual = total / sum(len(weight) for _, weight, _ in known)
+            self._usual = total / sum(len(weight) for _, weight, _ in known) or 1.0
 
     def factors(self, linear: LinearSpec, weight: Tensor, metrics: Sequence[Metric]) -> Tensor:
         """The factors [n, out or 1, 1] of the weights [n, out, in] of a linear, or of those of n experts."""
