@@ -64,7 +64,7 @@ class LayerObjective:
     down_block: the size of the blocks of R3, for which `metrics` were made; None without R3.
     fixed_r1: whether R1 stays the identity.
     keeps_ones: whether the training of R1 keeps R1 1 = 1.
-    outputs: for `pruned`, name of a linear → how much each of its outputs counts [out]. A linear that has none
+    outputs: for `pruned`, name of a linear → how much each of its outputs counts [out]. Without any, a linear
         counts by its number of outputs.
     """
 

@@ -180,7 +180,8 @@ def test_the_bytes_are_those_of_the_formula(target):
             out, width = shapes[0]
             statistics = 4 * (out if layer.adds(group) else width) * width if target == "dense" else 0
             sums += 4 * width**2 + statistics  # 2 (n - 1) / n times
-            sums += 4 * TOKENS.numel() + 4 * sum(out for out, _ in shapes)  # the weights of tokens and outputs
+            # the weights of tokens and outputs
+            sums += 4 * TOKENS.numel() + 4 * sum(out for out, _ in shapes)
             rows += sum(4 * math.ceil(out / 2) * width for out, width in shapes)
     for sent, _ in found:
         assert dict(sent) == {"sums": sums, "rows": rows}
