@@ -200,12 +200,12 @@ def _rotation(
         hessians = "dense" if needed else "sequential"
     trains_on_a_gpu = device != "cpu" and wishes.mode != "none"
     weighs = pruning.token_weights == "gradient"
-    trains = wishes.mode != "none" and wishes.objective != "entropy" and not rotations_given
-    if trains and wishes.output_weights == "gradient" and not weighs:
+    takes_weights = wishes.mode != "none" and wishes.objective != "entropy"
+    if takes_weights and wishes.output_weights == "gradient" and not (weighs or rotations_given):
         raise UserError("`output_weights` gradient needs `token_weights` gradient; got equal")
     values: dict[str, Any] = {
         "objective": "pruned",
-        "output_weights": "gradient" if trains and weighs else "equal",
+        "output_weights": "gradient" if takes_weights and weighs else "equal",
         "steps": steps,
         "lr": lr,
         "training_tokens": 0 if published else TRAINING_TOKENS,
