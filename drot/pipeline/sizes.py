@@ -77,7 +77,12 @@ class Sizes:
         return dataclasses.replace(self, groups=self.groups_of(self.names[index]))
 
     def groups_of(self, linears: Collection[str]) -> list[InputGroup]:
-        return [group for group in self.groups if any(linear.name in linears for linear in group.linears)]
+        """The groups with those of their linears that are in `linears`, which some layers lack."""
+        found = (
+            dataclasses.replace(group, linears=tuple(one for one in group.linears if one.name in linears))
+            for group in self.groups
+        )
+        return [group for group in found if group.linears]
 
     def pruned(self, recipe: ResolvedRecipe) -> list[list[str]]:
         """For each layer, the names of the linears that the recipe prunes."""

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as AnyHTTPException
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.cli.serving import utils
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -112,15 +113,22 @@ class _Chat(_OneModel, ChatCompletionHandler):
             raise HTTPException(400, f"{name} has no chat template: send a prompt to /v1/completions")
 
     async def _non_streaming(self, *request: Any, **options: Any) -> Any:
-        """Cuts the message before a stop: for some models, transformers reads it from the tokens again."""
+        """Cuts the message before a stop: for some models, transformers reads it from the tokens again, and
+        strips the white space in which the stop may have ended."""
         response = await super()._non_streaming(*request, **options)
         if not (stops := stops_of(request[CONFIG])):
             return response
         answer = json.loads(bytes(response.body))
-        message = answer["choices"][0]["message"]
+        choice = answer["choices"][0]
+        message = choice["message"]
+        _, model, tokenizer = self.served
+        stripped = choice["finish_reason"] == "stop" and utils.get_response_template(tokenizer, model)
         for part in ("content", "reasoning_content"):
             if text := message.get(part):  # the message of a call of a tool has none
                 message[part] = before_stop(text, stops)
+                ends = [end for stop in stops if (end := stop.rstrip()) != stop and text.endswith(end)]
+                if stripped and ends and message[part] == text:
+                    message[part] = text.removesuffix(max(ends, key=len))
         return JSONResponse(answer)
 
 

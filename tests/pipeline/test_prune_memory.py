@@ -44,12 +44,12 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quality", "limit"), [("fast", 33e9), ("balanced", 40e9)])
+@pytest.mark.parametrize(("quality", "limit"), [("fast", 33e9), ("balanced", 40.1e9)])
 def test_a_70b_layer_is_pruned_within_the_memory_of_a_gpu(quality, limit, monkeypatch):
     """With the batches, blocks and panels of a GPU, and the inputs of down_proj computed twice, as where they
     do not fit. The layer itself and the next layer, which is on its way, lie beside what is counted. The
     hidden states of the dense model, and what is kept of its layer, lie in main memory. The memory inside of
-    kernels and libraries is not counted."""
+    kernels and libraries is not counted. Vectors are: 32 times too much."""
     monkeypatch.setattr(stream, "TOKENS_PER_BATCH", {"cpu": 8192 // NARROWER})
     monkeypatch.setattr(hessian, "PANEL_COLUMNS", {"cpu": 2048 // NARROWER})
     monkeypatch.setattr(layer_pass, "KEPT_SHARE", 0)
