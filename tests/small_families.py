@@ -13,6 +13,9 @@ COMMON = dict(
 )
 #: the last layer attends to all tokens, the others to the last ones
 LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+SLIDING = dict(sliding_window=8, layer_types=LAYER_TYPES)
+#: a mixture of experts
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 #: the second layer has keys and values, the others a state
 LINEAR_ATTENTION = dict(
     layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -80,8 +83,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "cwm": dict(
         head_dim=12,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         tie_word_embeddings=True,
         rope_parameters=dict(
             rope_type="llama3",
@@ -121,9 +123,7 @@ FAMILIES: dict[str, dict] = {
     "lfm2_moe": dict(
         layer_types=["conv", "full_attention", "conv"],
         num_dense_layers=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         use_expert_bias=True,
         routed_scaling_factor=1.7,
         conv_bias=True,
@@ -177,8 +177,7 @@ FAMILIES: dict[str, dict] = {
         tie_word_embeddings=True,
     ),
     "granite_swa": dict(
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         layer_rope_theta=[100.0, 0.0, 1e4],
         residual_multiplier=0.22,
         embedding_multiplier=12.0,
@@ -196,9 +195,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "qwen3_moe": dict(
         head_dim=12,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         norm_topk_prob=True,
         tie_word_embeddings=True,
     ),
@@ -231,8 +228,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "vaultgemma": dict(
         head_dim=12,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         query_pre_attn_scalar=20,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
@@ -240,8 +236,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "gemma3_text": dict(
         head_dim=12,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         query_pre_attn_scalar=20,
         final_logit_softcapping=3.0,
         pad_token_id=2,
@@ -272,24 +267,19 @@ FAMILIES: dict[str, dict] = {
         global_head_dim=16,
         num_global_key_value_heads=1,
         attention_k_eq_v=True,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         final_logit_softcapping=3.0,
         pad_token_id=2,
     ),
     "qwen2_moe": dict(
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         shared_expert_intermediate_size=40,
         norm_topk_prob=True,
         tie_word_embeddings=False,
     ),
     "qwen3_next": dict(
         head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         shared_expert_intermediate_size=40,
         mlp_only_layers=[0],
         **LINEAR_ATTENTION,
@@ -297,9 +287,7 @@ FAMILIES: dict[str, dict] = {
     "qwen3_5_text": dict(head_dim=16, tie_word_embeddings=True, **LINEAR_ATTENTION),
     "qwen3_5_moe_text": dict(
         head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         shared_expert_intermediate_size=16,
         **LINEAR_ATTENTION,
     ),
@@ -422,8 +410,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "exaone_moe": dict(
         head_dim=12,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         num_experts=4,
         num_experts_per_tok=2,
         n_group=2,
@@ -436,9 +423,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "hy_v3": dict(
         head_dim=12,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         num_shared_experts=2,
         attention_bias=True,
         mlp_bias=True,
@@ -446,30 +431,23 @@ FAMILIES: dict[str, dict] = {
     ),
     "mellum": dict(
         head_dim=12,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         mlp_layer_types=["sparse", "dense", "sparse"],
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         attention_bias=True,
         tie_word_embeddings=True,
     ),
     "flint": dict(
         head_dim=12,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         mlp_only_layers=[0],
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         shared_expert_intermediate_size=40,
         tie_word_embeddings=False,
     ),
     "kolibri1": dict(
         head_dim=12,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
@@ -479,12 +457,9 @@ FAMILIES: dict[str, dict] = {
     "laguna": dict(
         head_dim=12,
         num_attention_heads_per_layer=[4, 6, 4],
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         mlp_layer_types=["sparse", "dense", "sparse"],
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+        **EXPERTS,
         shared_expert_intermediate_size=40,
         moe_routed_scaling_factor=1.7,
         moe_router_logit_softcapping=2.0,
@@ -493,8 +468,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "afmoe": dict(
         head_dim=12,
-        sliding_window=8,
-        layer_types=LAYER_TYPES,
+        **SLIDING,
         num_dense_layers=1,
         num_experts=4,
         num_experts_per_tok=2,

@@ -330,7 +330,11 @@ def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:
 
 
 def stored_state(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model by their names in published files, which may hold each expert by itself."""
+    """The tensors of a model by their names in published files, which may hold each expert by itself.
+
+    Of a model that drot cannot prune, they are the names under which transformers would save them. These are
+    others than the published ones for a dense layer of Kimi Linear.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     from drot.model.decoder import DecoderModel  # imports transformers

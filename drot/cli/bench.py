@@ -24,8 +24,8 @@ def bench(
     Example: drot bench --shape llama-3-8b --batch 1,8
 
     Arguments:
-        model MODEL: A model with 2:4 weights: a name on the Hugging Face hub, or a local folder. A model with
-            several kinds of layers is timed as a whole alone.
+        model MODEL: A model with 2:4 weights: a name on the Hugging Face hub, or a local folder. If
+            its layers are of several kinds, only the whole model is timed.
     Cases:
         shape [llama-2-7b|llama-3-8b|llama-3-70b|llama-3-405b|qwen2.5-7b|qwen3-8b]: Instead of MODEL: time
             a decoder layer with random weights in the dimensions of this model.

@@ -70,8 +70,8 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Times one decoder layer, and the whole of a checkpoint, dense against 2:4.
 
-    A checkpoint whose layers are of several kinds, as attention and Mamba, has no layer that stands for all,
-    and is timed as a whole alone.
+    Of a checkpoint whose layers are of several kinds, as attention and Mamba, no layer stands for all others,
+    and only the whole is timed.
 
     Returns, in plain JSON types, model, machine, dtype, repeats, versions, and
     variants: `layer` and `model` → the names of the variants that were timed.
@@ -129,7 +129,7 @@ def measure_speed(
 def _variants(
     model: str | Path | None, shape: str | None, dtype: str, device: torch.device
 ) -> tuple[torch.dtype, Variants]:
-    """The dtype of the measured weights; and the variants of `layer` and, of a checkpoint, of `model`."""
+    """The dtype of the measured weights, and the variants of what is timed."""
     if shape is not None:
         weights = torch.bfloat16 if dtype == "auto" else parse_dtype(dtype)
         return weights, {"layer": layer_variants(shape_config(shape), dtype=weights, device=device)}

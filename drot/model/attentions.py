@@ -1,5 +1,6 @@
 """The declarations of other attentions than that of LLaMA."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from drot.model.family import Family, InputGroup, LinearSpec
@@ -18,6 +19,12 @@ GATED_ATTENTION = (
     ),
     InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "query"), output="r1"),)),
 )
+
+
+def with_linear_layers(family: Family, linear: Callable[[Family], Family]) -> Family:
+    """The family some of whose layers, of each of its kinds, are what `linear` makes of the others."""
+    kinds = [("linear", linear(family)), *((f"linear {kind}", linear(one)) for kind, one in family.kinds)]
+    return replace(family, kinds=(*family.kinds, *kinds))
 
 
 def with_gate(family: Family, gate: str) -> Family:
@@ -109,8 +116,7 @@ def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) 
             kinds=(),
         )
 
-    kinds = [("linear", linear(family)), *((f"linear {kind}", linear(one)) for kind, one in family.kinds)]
-    return replace(family, kinds=(*family.kinds, *kinds))
+    return with_linear_layers(family, linear)
 
 
 #: Kimi Delta Attention in place of another: a convolution and gates follow its linears, so that no R2 passes.
@@ -144,5 +150,4 @@ def with_delta_attention(family: Family) -> Family:
             kinds=(),
         )
 
-    kinds = [("linear", delta(family)), *((f"linear {kind}", delta(one)) for kind, one in family.kinds)]
-    return replace(family, kinds=(*family.kinds, *kinds))
+    return with_linear_layers(family, delta)

@@ -6,7 +6,8 @@ Between them lie a convolution and gates, so that no R2 passes.
 
 from dataclasses import replace
 
-from drot.model.dense import LLAMA, between_norms, with_norms, with_paths
+from drot.model.attentions import with_linear_layers
+from drot.model.dense import GRANITE, LLAMA, between_norms, with_norms, with_paths
 from drot.model.family import Family, InputGroup, LinearSpec
 from drot.model.sizes import Width
 
@@ -38,8 +39,7 @@ def with_mixer(
             kinds=(),
         )
 
-    kinds = [("linear", mixed(family)), *((f"linear {kind}", mixed(one)) for kind, one in family.kinds)]
-    return replace(family, kinds=(*family.kinds, *kinds))
+    return with_linear_layers(family, mixed)
 
 
 #: The layers of LFM2 with attention: other names, and a SiLU that is no module.
@@ -83,13 +83,11 @@ def with_short_convolutions(family: Family) -> Family:
 GRANITE4 = with_mixer(
     replace(
         with_paths(
-            LLAMA.with_fused("shared_mlp.input_linear", ("gate_proj", "up_proj")),
+            GRANITE.with_fused("shared_mlp.input_linear", ("gate_proj", "up_proj")),
             {"mlp.down_proj": "shared_mlp.output_linear"},
         ),
         mlp="shared_mlp",
         activation="activation",
-        residual_multiplier="residual_multiplier",
-        logits_divisor="logits_scaling",
         required=(("num_local_experts", 0),),
     ),
     "mamba",

@@ -42,6 +42,9 @@ LLAMA = Family(
     ),
 )
 
+#: The multipliers of the embedding, of the attention's scores and of the logits commute with rotations.
+GRANITE = replace(LLAMA, residual_multiplier="residual_multiplier", logits_divisor="logits_scaling")
+
 
 def inside(family: Family) -> Family:
     """The family whose stream nothing rotates: R1 acts on the inputs of attention and MLP alone."""

@@ -17,6 +17,7 @@ from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, LFM3_ATTENTION, wi
 from drot.model.dense import (
     COHERE,
     GEMMA4,
+    GRANITE,
     LLAMA,
     OPT,
     POST_NORM,
@@ -49,16 +50,8 @@ FAMILIES = {
     # its multiplier of the embedding commutes with rotations
     "gemma": replace(LLAMA, models="Gemma 1", norm_offset=1.0),
     "seed_oss": replace(LLAMA, models="Seed-OSS", mlp_dropout="residual_dropout"),
-    # its multipliers of the embedding, of the attention's scores and of the logits commute with rotations
-    "granite": replace(
-        LLAMA, models="Granite 3", residual_multiplier="residual_multiplier", logits_divisor="logits_scaling"
-    ),
-    "granite_swa": replace(
-        LLAMA,
-        models="Granite Swash",
-        residual_multiplier="residual_multiplier",
-        logits_divisor="logits_scaling",
-    ),
+    "granite": replace(GRANITE, models="Granite 3"),
+    "granite_swa": replace(GRANITE, models="Granite Swash"),
     "granitemoehybrid": replace(
         GRANITE4,
         models="Granite 4.0 without experts",

@@ -91,7 +91,7 @@ def test_a_usage_error_names_the_help_that_has_the_option(line, hint, capsys):
 
 @pytest.mark.parametrize("line", ["prune m --nsamples ten", "bench --repeats ten"])
 def test_a_usage_error_says_what_came(line, capsys):
-    assert cli.run(line.split()) == 2 and "'ten'" in capsys.readouterr().err  # in words of typer's own
+    assert cli.run(line.split()) == 2 and "'ten'" in capsys.readouterr().err  # typer words the rest
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -91,7 +91,7 @@ BOMB = (
         ("calibration: {source: 4}", "`source` must be a str; got 4"),
         ("calibration: {text_column: null}", "`text_column` must be a str; got None"),
         ("- a\n- b", "must hold the sections of a recipe, got list"),
-        ("a: [", "is not valid YAML"),
+        ("a: 1\nb: [", "is not valid YAML (line 2: "),
         ("a: " + "[" * 5000, "is nested too deeply"),
         ("rotation: {steps: 08}", "is not valid YAML"),
         ("rotation: {steps: " + "9" * 5000 + "}", "is not valid YAML"),

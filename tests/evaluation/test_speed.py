@@ -179,6 +179,19 @@ def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
     assert "than dense" not in out and "as fast" not in out
 
 
+def test_layers_of_several_kinds_are_timed_as_a_whole(tmp_path):
+    """The first layer of LFM2 is a convolution, and the first of many mixtures has no experts."""
+    recipe = Recipe().replace(
+        mode="none", method="magnitude", solve="none", target="self", token_weights="equal"
+    )
+    drot.prune(
+        small_model("lfm2"), recipe, calibration=random_tokens(2, 16), device="cpu", out=tmp_path / "out"
+    )
+    data = speed.measure_speed(tmp_path / "out", tokens=[8], batches=[1], repeats=1, device="cpu")
+    assert data["variants"] == {"model": [DENSE, SPARSE]}
+    assert {row["what"] for row in data["rows"]} == {"model"}
+
+
 def test_learned_positions_are_the_most_tokens(tmp_path, capsys):
     """OPT has a row of a table for each position, and the default is 128 tokens."""
     model = small_model("opt", max_position_embeddings=40)

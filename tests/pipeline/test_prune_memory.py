@@ -44,12 +44,12 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quality", "limit"), [("fast", 33e9), ("balanced", 40.1e9)])
+@pytest.mark.parametrize(("quality", "limit"), [("fast", 33e9), ("balanced", 40e9)])
 def test_a_70b_layer_is_pruned_within_the_memory_of_a_gpu(quality, limit, monkeypatch):
     """With the batches, blocks and panels of a GPU, and the inputs of down_proj computed twice, as where they
     do not fit. The layer itself and the next layer, which is on its way, lie beside what is counted. The
-    hidden states of the dense model, and what is kept of its layer, lie in main memory. The memory inside of
-    kernels and libraries is not counted. Vectors are: 32 times too much."""
+    hidden states of the dense model, what is kept of its layer, and the weights of the outputs lie in main
+    memory. The memory inside of kernels and libraries is not counted."""
     monkeypatch.setattr(stream, "TOKENS_PER_BATCH", {"cpu": 8192 // NARROWER})
     monkeypatch.setattr(hessian, "PANEL_COLUMNS", {"cpu": 2048 // NARROWER})
     monkeypatch.setattr(layer_pass, "KEPT_SHARE", 0)
@@ -69,5 +69,6 @@ def test_a_70b_layer_is_pruned_within_the_memory_of_a_gpu(quality, limit, monkey
         drot.prune(model, recipe, calibration=tokens, device="cpu", dtype="bfloat16")
     states = 2 * tokens.numel() * HIDDEN
     assert 4 * INNER**2 + 2 * states < memory.peak  # H of down_proj, the stream and what is kept of the layer
-    in_main_memory = 0 if quality == "fast" else 2 * states
+    outputs = sum(len(parameter) for parameter in model.model.layers.parameters() if parameter.dim() == 2)
+    in_main_memory = 4 * outputs + (0 if quality == "fast" else 2 * states)
     assert (memory.peak - in_main_memory + 2 * layer) * NARROWER**2 < limit

@@ -26,10 +26,19 @@ def context_of(family, **sizes):
     return RunContext(model, resolve(recipe(), down_width=48), TOKENS, CPU, silent)
 
 
+def go_back(run, hooks):
+    """A backward pass of transformers' own loss, which `hooks` see."""
+    model = run.model.model.requires_grad_(True)
+    logits = model(run.tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, run.tokens[:, 1:].flatten(), reduction="sum").backward()
+    for hook in hooks:
+        hook.remove()
+    model.requires_grad_(False)
+
+
 def expected(run):
     """The weights by their definition: the gradients of transformers' own loss, in one backward pass."""
-    model, squares = run.model.model.requires_grad_(True), {}
-    hooks, widths = [], {}
+    squares, hooks, widths = {}, [], {}
     for layer in run.model.layers:
         for group in layer.groups:
             if group.expert is not None:
@@ -42,13 +51,7 @@ def expected(run):
                     output.register_hook(lambda g: squares.setdefault(key, []).append(g.square().sum(-1)))
 
                 hooks.append(module.register_forward_hook(see))
-    logits = model(run.tokens, use_cache=False).logits
-    torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), run.tokens[:, 1:].flatten(), reduction="sum"
-    ).backward()
-    for hook in hooks:
-        hook.remove()
-    model.requires_grad_(False)
+    go_back(run, hooks)
     roots = {key: (sum(found).view(run.tokens.shape) / widths[key]).sqrt() for key, found in squares.items()}
     return {key: root / root.mean() for key, root in roots.items()}
 
@@ -79,13 +82,7 @@ def test_the_weights_of_outputs_are_those_of_one_backward_pass(family):
                     output.register_hook(add)
 
                 hooks.append(linear.module.register_forward_hook(see))
-    model = run.model.model.requires_grad_(True)
-    logits = model(run.tokens, use_cache=False).logits
-    torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), run.tokens[:, 1:].flatten(), reduction="sum"
-    ).backward()
-    for hook in hooks:
-        hook.remove()
+    go_back(run, hooks)
     mean = torch.cat([*wanted.values()]).mean()
     assert found.outputs.keys() == wanted.keys()
     for key, sums in wanted.items():
@@ -128,16 +125,12 @@ def test_experts_have_the_weights_of_the_outputs_of_their_layer():
     run = context_of("qwen3_moe")
     found = weigh_tokens(run, None).tensors
     outputs = []
-    model = run.model.model.requires_grad_(True)
     last = run.model.layers[-1]
 
     def see(module, args, output):
         (output[0] if isinstance(output, tuple) else output).register_hook(outputs.append)
 
-    hook = last.module.register_forward_hook(see)
-    logits = model(run.tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-    torch.nn.functional.cross_entropy(logits, run.tokens[:, 1:].flatten(), reduction="sum").backward()
-    hook.remove()
+    go_back(run, [last.module.register_forward_hook(see)])
     root = outputs[0].square().mean(-1).sqrt()
     group = next(group for group in last.groups if group.expert is not None)
     weights = found[key_of(last, group)].double()
