@@ -1,8 +1,9 @@
 """The text from which Hessians are computed and with which weights are trained."""
 
-from typing import Self
+import os
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from drot.config.settings import settings
 from drot.core.errors import UserError
@@ -14,6 +15,11 @@ LARGEST_TOKENS = 2**32
 SEQLEN = 2048
 
 
+def _named(source: Any) -> Any:
+    """The name of a file that a Python program gives as a Path."""
+    return os.fspath(source) if isinstance(source, os.PathLike) else source
+
+
 @settings
 class CalibrationConfig:
     """The text from which the Hessians are computed.
@@ -21,7 +27,7 @@ class CalibrationConfig:
     In `drot.prune` a source may also be `own`: a text that the model writes at the beginning of the run.
     """
 
-    source: str = "c4"
+    source: Annotated[str, BeforeValidator(_named)] = "c4"
     """c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is
     read only as far as needed; or a .txt, .json, .jsonl or .parquet file. Several, with their shares
     of the sequences: a.txt,b.txt=2.

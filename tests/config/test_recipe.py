@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -179,6 +180,12 @@ def test_the_descriptions_name_the_defaults():
     ):
         said = re.findall(r"\d[\d.e-]*\d|\d", description_of(section, field).partition("Default: ")[2])
         assert [float(number) for number in said] == list(values), field
+
+
+def test_a_file_of_the_calibration_may_be_a_path():
+    assert Recipe().replace(source=Path("text.txt")).calibration == CalibrationConfig(source="text.txt")
+    with pytest.raises(UserError, match="must be a str; got 3"):
+        CalibrationConfig(source=3)
 
 
 def test_what_the_model_and_the_machine_decide():
