@@ -15,9 +15,18 @@ def texts_of(source: str) -> list[tuple[str, float]]:
 
     A source without a comma, or with the name of a file, is one text.
 
-    Raises UserError for a text without a name, a text that stands twice, and a share that is not above 0.
+    Raises UserError for a text without a name, a text that stands twice, a share that is not above 0, and the
+    share of a text that stands alone.
     """
-    if "," not in source or path_exists(Path(source)):
+    if path_exists(Path(source)):
+        return [(source, 1.0)]
+    if "," not in source:
+        alone = PART.fullmatch(source)
+        if alone and alone["share"]:
+            raise UserError(
+                f"`source` must have several texts for a share, as in a.txt,b.txt=2; got {source!r}: "
+                f"take {alone['source']!r}"
+            )
         return [(source, 1.0)]
     found: dict[str, float] = {}
     for part in source.split(","):

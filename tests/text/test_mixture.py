@@ -21,11 +21,12 @@ def test_the_texts_of_a_source(source, texts):
     assert texts_of(source) == texts
 
 
-def test_a_file_whose_name_has_a_comma_is_one_text(tmp_path):
-    path = tmp_path / "a,b=2.txt"
-    path.write_text("the quick brown fox")
-    assert texts_of(str(path)) == [(str(path), 1)]
-    assert load(path).shape == (3, 4)
+def test_a_file_whose_name_has_a_comma_or_a_share_is_one_text(tmp_path):
+    for name in ("a,b=2.txt", "b.txt=2"):
+        path = tmp_path / name
+        path.write_text("the quick brown fox")
+        assert texts_of(str(path)) == [(str(path), 1)]
+    assert load(tmp_path / "a,b=2.txt").shape == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,11 @@ def test_a_file_whose_name_has_a_comma_is_one_text(tmp_path):
 def test_a_wrong_mixture(source):
     with pytest.raises(UserError, match=r"must name each once, with a share above 0 .* in 'a\.txt"):
         texts_of(source)
+
+
+def test_the_share_of_a_text_that_stands_alone():
+    with pytest.raises(UserError, match=r"several texts for a share, .* got 'a\.txt=2': take 'a\.txt'"):
+        texts_of("a.txt=2")
 
 
 @pytest.mark.parametrize("shares", [[1, 1], [1, 2], [0.3, 0.3, 0.4], [5, 1, 1, 1]])
