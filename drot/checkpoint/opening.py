@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drot.checkpoint.quantization_config import boundary_of, quantization_config_of
+from drot.checkpoint.quantization_config import drot_config_of, quantization_config_of
 from drot.checkpoint.source import (
     PREDICTION_LAYERS,
     Header,
@@ -56,7 +56,7 @@ def load_whole_config(path: str | Path) -> Any:
     entries = read_config(folder) if gguf is None else {}
     with silent_transformers(NO_MODEL.format(str(path)), entries):
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
-        boundary_of(config)  # checks the quantization_config of a checkpoint that drot wrote
+        drot_config_of(config)  # checks the quantization_config of a checkpoint that drot wrote
         text = config.get_text_config()
         if not isinstance(text, PreTrainedConfig):
             raise UserError(

@@ -42,6 +42,8 @@ class Keys(BaseModel):
 
     boundary: what the rotations between the layers act on (drot/model/boundary.py). Without rotations, the
         file has no such key.
+    layers_per_rotation: the number of consecutive layers that share a basis. If each has its own, the file
+        has no such key.
     down_rotation: the size of the blocks of R3 in every layer. Without R3, the file has no such key.
     packed: whether the linears of the decoder layers are packed.
     dense_linears: names of linears that are not packed, such as `layers.0.mlp.down_proj`. The file has no
@@ -52,6 +54,7 @@ class Keys(BaseModel):
 
     quant_method: Literal["drot"] = "drot"
     boundary: BoundaryPlace | None = None
+    layers_per_rotation: Annotated[int, Field(ge=2)] | None = None
     down_rotation: Annotated[int, Field(ge=2)] | None = None
     packed: bool = False
     dense_linears: list[str] = Field(default_factory=list)
@@ -64,6 +67,7 @@ class DrotConfig(QuantizationConfigMixin):
     """
 
     boundary: BoundaryPlace | None
+    layers_per_rotation: int | None
     down_rotation: int | None
     packed: bool
     dense_linears: list[str]
@@ -75,6 +79,10 @@ class DrotConfig(QuantizationConfigMixin):
             raise UserError(
                 "config.json: dense_linears needs packed: true; got packed: false: copy the file again"
             )
+
+    def bases(self, layers: int) -> Bases:
+        """Which of `layers` layers hold a rotation."""
+        return Bases(self.boundary, layers, self.layers_per_rotation or 1)
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of the file."""
@@ -111,19 +119,13 @@ def drot_config_of(config: Any) -> DrotConfig | None:
     return DrotConfig(**entry) if entry.get("quant_method") == QUANT_METHOD else None
 
 
-def boundary_of(config: Any) -> BoundaryPlace | None:
-    """The place of the boundary rotations of a checkpoint with `config`; None if it has none."""
-    held = drot_config_of(config)
-    return None if held is None else held.boundary
-
-
 def expect_stored(model: "PreTrainedModel", held: DrotConfig) -> None:
     """Gives an empty stock model, in place, the modules that a checkpoint holds: rotations, packed linears.
 
     Raises UserError for what does not fit the model.
     """
     decoder = DecoderModel(model)
-    bases = Bases(held.boundary, len(decoder.layers))
+    bases = held.bases(len(decoder.layers))
     for layer in decoder.layers:
         if held.boundary is not None and bases.holds(layer.index):
             layer.expect_boundary(held.boundary)
@@ -137,8 +139,12 @@ def describe(model: "PreTrainedModel") -> DrotConfig | None:
     """The `quantization_config` for the modules that `model` has now; None if it opens without drot."""
     layers = DecoderModel(model).layers
     r3 = down_rotations(layers[0].module)
+    places = {layer.index: place for layer in layers if (place := rotation_place(layer.module))}
+    first = min(places, default=0)  # that holds a rotation
+    sharing = {"input": first, "residual": first + 1}.get(places.get(first, ""), 1)
     held: dict[str, Any] = {
-        "boundary": next((place for layer in layers if (place := rotation_place(layer.module))), None),
+        "boundary": places.get(first),
+        "layers_per_rotation": sharing if sharing > 1 else None,
         "down_rotation": r3[0].weight.shape[-1] if r3 else None,
     }
     if not is_packed(model):

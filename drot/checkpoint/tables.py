@@ -296,6 +296,8 @@ def _rotation_line(manifest: Manifest) -> str:
     parts = [rotation.mode if point is None else f"{point} ({rotation.mode})"]
     if rotation.blocks != 1:
         parts.append(f"blocks {rotation.blocks}")
+    if rotation.layers_per_rotation != 1:
+        parts.append(f"one R1 for {rotation.layers_per_rotation} layers")
     if rotation.boundary == "residual":
         parts.append("boundary on the residual")
     elif rotation.boundary == "inside":

@@ -12,7 +12,7 @@ from drot.core.errors import UserError
 from drot.text.mixture import texts_of
 
 #: fields of RotationConfig that matter for given rotations too
-NOT_TRAINING = ("mode", "blocks", "down_rotation", "boundary")
+NOT_TRAINING = ("mode", "blocks", "layers_per_rotation", "down_rotation", "boundary")
 #: fields of RotationConfig that only the training reads
 TRAINING = tuple(name for name in fields_of(RotationConfig) if name not in NOT_TRAINING)
 
@@ -32,6 +32,11 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
         "--objective entropy",
         lambda recipe, given: recipe.rotation.objective == "entropy",
         ("output_weights",),
+    ),
+    (
+        "--rotation other than full and layer",
+        lambda recipe, given: recipe.rotation.mode != "layer",
+        ("layers_per_rotation",),
     ),
     ("--rotations FILE", lambda recipe, given: given, (*TRAINING, "blocks")),
     (

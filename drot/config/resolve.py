@@ -196,7 +196,8 @@ def _rotation(
         known = rotations_given or hessians != "sequential"  # the R1 of the next layer, before pruning
         boundary = "residual" if format == "packed" and wishes.mode == "layer" and known else "input"
     if hessians == "auto":
-        needed = boundary == "residual" and wishes.mode == "layer" and not rotations_given
+        needed = (boundary == "residual" or wishes.layers_per_rotation > 1) and wishes.mode == "layer"
+        needed = needed and not rotations_given
         hessians = "dense" if needed else "sequential"
     trains_on_a_gpu = device != "cpu" and wishes.mode != "none"
     weighs = pruning.token_weights == "gradient"

@@ -79,7 +79,7 @@ def with_point(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def point_of(config: "RotationConfig") -> str | None:
     """The name of the point in POINTS that a configuration is; None if it is none of them."""
-    if config.blocks != 1 or config.mode == "none":
+    if config.blocks != 1 or config.layers_per_rotation != 1 or config.mode == "none":
         return None
     if config.mode == "shared":
         return "stock" if config.down_rotation in ("auto", "none") else "light"
@@ -103,6 +103,10 @@ class RotationConfig:
     """
     blocks: int = Field(default=1, ge=1)
     """The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense."""
+    layers_per_rotation: int = Field(default=1, ge=1)
+    """With `mode` layer: the number of consecutive layers that share an R1. Only between layers with
+    different R1 the model multiplies by a matrix while it runs. Above 1, `hessians` is dense.
+    """
     down_rotation: DownRotation = "auto"
     """The size of the diagonal blocks of R3, which rotates the input of down_proj while the model runs. It
     must divide the intermediate size, in a mixture that of every MLP and expert. none: no R3. auto: 64, or
@@ -142,7 +146,8 @@ class RotationConfig:
     hessians: Literal["auto"] | HessianSource = "auto"
     """The layer inputs from which the training computes its Hessians. sequential: inputs that went through
     the pruned layers before. dense: inputs in the dense model, so that layers train independently of each
-    other. auto: dense with `boundary` residual or `mode` shared, otherwise sequential.
+    other. auto: dense with `boundary` residual, `mode` shared or layers that share an R1, otherwise
+    sequential.
     """
     boundary: Literal["auto"] | BoundaryPlace = "auto"
     """Where the rotation between two layers acts. input: on the input of the later layer. residual: beside

@@ -149,17 +149,29 @@ class Bases:
     """In which basis each of `layers` layers writes the residual stream, and which of them holds a matrix Q.
 
     The places are those of model/boundary.py; None where all layers share R1, and no layer holds a matrix.
+
+    sharing: the number of consecutive layers that share an R1, between which there is no matrix.
     """
 
     place: BoundaryPlace | None
     layers: int
+    sharing: int = 1
+
+    def segment(self, index: int) -> int:
+        """The number of the R1 of layer `index`, from 0 on."""
+        return index // self.sharing
+
+    def ends_segment(self, index: int) -> bool:
+        """Whether layer `index` is the last that has its R1."""
+        return index + 1 == self.layers or self.segment(index + 1) != self.segment(index)
 
     def writes_next(self, index: int) -> bool:
         """Whether layer `index` writes in the basis of the next layer."""
-        return self.place == "residual" and index + 1 < self.layers
+        return self.place == "residual" and index + 1 < self.layers and self.ends_segment(index)
 
     def holds(self, index: int) -> bool:
-        return self.writes_next(index) or (self.place == "input" and index > 0) or self.place == "inside"
+        starts = self.place == "input" and index > 0 and self.ends_segment(index - 1)
+        return self.writes_next(index) or starts or self.place == "inside"
 
     def held(
         self, index: int, rotations: Sequence[LayerRotation] | Mapping[int, LayerRotation]

@@ -65,7 +65,7 @@ class RunContext:
         self.rotates = rotation.mode != "none"
         self.rotates_stream = self.rotates and self.model.family.rotates_stream
         place = rotation.boundary if rotation.mode == "layer" else None
-        self.bases = Bases(place, len(self.model.layers))
+        self.bases = Bases(place, len(self.model.layers), rotation.layers_per_rotation)
         count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=self.model.hidden_size)
         self.training_tokens = tokens[:count]
         #: the sequences that this rank holds

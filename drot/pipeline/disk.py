@@ -21,7 +21,8 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
     rotates = rotation.mode != "none"
-    held = {"none": 0, "shared": 0, "layer": layers - sizes.rotates_stream}[rotation.mode]
+    of_layers = (layers - 1) // rotation.layers_per_rotation if sizes.rotates_stream else layers
+    held = {"none": 0, "shared": 0, "layer": of_layers}[rotation.mode]
     boundaries = held * sizes.hidden**2
     of_down = sum(map(sizes.down_inputs, sizes.names)) * (rotation.down_block or 0)  # R3 of all layers
     head = sizes.untied_head if rotates else 0

@@ -168,9 +168,13 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
 
     With `layers_per_step` the layers lie in main memory, and one after the other is on the device.
     """
-    together = recipe.rotation.mode == "shared" and not recipe.rotation.layers_per_step
-    largest = max(_weights_of_layers(sizes)) * getattr(torch, recipe.rotation.product_dtype).itemsize
-    return round((sum if together else max)(objective_bytes(sizes, recipe)) + (TRAINING_COPIES - 1) * largest)
+    rotation, of_each = recipe.rotation, objective_bytes(sizes, recipe)
+    largest = max(_weights_of_layers(sizes)) * getattr(torch, rotation.product_dtype).itemsize
+    count = len(of_each) if rotation.mode == "shared" else rotation.layers_per_rotation
+    if rotation.layers_per_step:
+        count = 1
+    together = max(sum(of_each[start : start + count]) for start in range(0, len(of_each), count))
+    return round(together + (TRAINING_COPIES - 1) * largest)
 
 
 def objective_bytes(sizes: Sizes, recipe: ResolvedRecipe) -> list[int]:

@@ -66,10 +66,17 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
         down_widths=[layer.down_inputs() for layer in run.model.layers],
     )
     shared, pairs = run.recipe.rotation.mode == "shared", itertools.pairwise(stored_r1s(path))
-    if shared and not all(torch.equal(r1, following) for r1, following in pairs):
+    different = [index for index, (r1, following) in enumerate(pairs) if not torch.equal(r1, following)]
+    if shared and different:
         raise UserError(
             f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
             'use `mode="layer"`'
+        )
+    sharing = run.bases.sharing
+    if not shared and (wrong := [index for index in different if not run.bases.ends_segment(index)]):
+        raise UserError(
+            f"`layers_per_rotation` {sharing} needs the same R1 in {sharing} consecutive layers; {path} has "
+            f"another R1 in layer {wrong[0] + 1} than in layer {wrong[0]}: leave it out"
         )
     if run.model.family.layer_norm:
         error = max(float((r1.double().sum(1) - 1).abs().amax()) for r1 in stored_r1s(path))

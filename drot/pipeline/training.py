@@ -1,7 +1,7 @@
 """The training of rotations in a run: of one layer, of all from the dense model, or of one shared R1."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,10 +119,11 @@ def train_layers(
 ) -> tuple[RotationsOfLayers, dict[int, dict[str, Any]]]:
     """Trains the rotation of each layer, each on one rank (`hessians="dense"`); the records by layer.
 
-    The Hessians are those of the dense model, from one pass before anything is pruned. Rotations are saved in
-    `state` as they were trained (`own_r3`), in a thread, while the next ones are trained. When they are
-    needed, they are loaded from it onto the device of the run. Without `state`, all rotations stay in memory.
-    Those that an interrupted run has saved are not trained again.
+    Layers that share an R1 are trained together. The Hessians are those of the dense model, from one pass
+    before anything is pruned. Rotations are saved in `state` as they were trained (`own_r3`), in a thread,
+    while the next ones are trained. When they are needed, they are loaded from it onto the device of the run.
+    Without `state`, all rotations stay in memory. Those that an interrupted run has saved are not trained
+    again.
     """
     done: dict[int, dict[str, Any]] = {}
     trained: dict[int, LayerRotation] = {}
@@ -131,31 +132,43 @@ def train_layers(
         if saved := state.load(_part_of(index)) if state else None:
             done[index] = saved[1]
 
-    def train_each(batch: Mapping[int, tuple[LayerObjective | None, dict[str, float]]]) -> None:
-        """Trains one layer on each rank at the same time, and keeps the results of all."""
-        own: tuple[dict[str, Tensor], dict[str, Any]] = {}, {}
-        for index, (objective, damping) in batch.items():
-            if objective is not None:
-                (rotation,), record = train(run, [objective], index, ALONE)
-                own = rotation.named(PREFIX), record | {"damping": damping}
+    def train_each(batch: Sequence[Mapping[int, tuple[LayerObjective | None, dict[str, float]]]]) -> None:
+        """Trains one R1 on each rank at the same time, and keeps the results of all.
+
+        batch: the layers of each R1.
+        """
+        own: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+        if run.ranks.rank < len(batch):
+            layers = batch[run.ranks.rank]
+            objectives = [objective for objective, _ in layers.values() if objective is not None]
+            rotations, record = train(run, objectives, min(layers), ALONE)
+            for rotation, (index, (_, damping)) in zip(rotations, layers.items(), strict=True):
+                own[index] = rotation.named(PREFIX), record | {"damping": damping}
         parts = {}
-        for rank, index in enumerate(batch):
-            tensors, done[index] = run.ranks.on_rank(rank, lambda: own, keeps)
-            if state is None:
-                trained[index] = LayerRotation.from_tensors(tensors, PREFIX).to("cpu")
-            elif run.ranks.first:  # the other ranks keep none
-                parts[_part_of(index)] = tensors, done[index]
+        for rank, layers in enumerate(batch):
+            for index in layers:
+                tensors, done[index] = run.ranks.on_rank(rank, partial(own.__getitem__, index), keeps)
+                if state is None:
+                    trained[index] = LayerRotation.from_tensors(tensors, PREFIX).to("cpu")
+                elif run.ranks.first:  # the other ranks keep none
+                    parts[_part_of(index)] = tensors, done[index]
         if state is not None:
             state.save_later(parts)
 
     if len(done) < run.bases.layers:
-        batch: dict[int, tuple[LayerObjective | None, dict[str, float]]] = {}
+        segments = {run.bases.segment(index) for index in range(run.bases.layers) if index not in done}
+        for index in [index for index in done if run.bases.segment(index) in segments]:
+            del done[index]  # layers that share an R1 are saved together, but for a run that was killed then
+        batch: list[dict[int, tuple[LayerObjective | None, dict[str, float]]]] = [{}]
         for index, objective, damping in _objectives(run, state, done, divided=True):
-            batch[index] = objective if len(batch) == run.ranks.rank else None, damping
-            if len(batch) == run.ranks.size:
-                train_each(batch)
-                batch = {}
-        train_each(batch)
+            batch[-1][index] = objective if len(batch) == run.ranks.rank + 1 else None, damping
+            if run.bases.ends_segment(index):
+                if len(batch) == run.ranks.size:
+                    train_each(batch)
+                    batch = []
+                batch.append({})
+        if batch := [layers for layers in batch if layers]:
+            train_each(batch)
 
     if state is None:
         rotations = _with_own_r3(run, trained)
@@ -210,9 +223,10 @@ def _objectives(
 ) -> Iterator[tuple[int, LayerObjective | None, dict[str, float]]]:
     """Yields index, objective and dampings of each layer that is not in `done`, from the dense model.
 
-    divided: whether each rank needs the objective of every n-th of these layers, and gets None for others.
+    divided: whether each rank needs the objectives of every n-th of the R1 of these layers, and gets None for
+        the other layers.
     """
-    yielded = 0
+    yielded = 0  # R1
     stream = embed(run, run.training_tokens, state)
     before: list[LeftRotated] = []  # of the layer before, if this layer's R1 rotates their outputs
     ahead = layers_ahead(run) if divided else 1
@@ -233,5 +247,5 @@ def _objectives(
             else:
                 stream.advance(layer)
         if index not in done:
-            yielded += 1
+            yielded += run.bases.ends_segment(index)
             yield index, objective, damping

@@ -135,6 +135,27 @@ def _check_boundary(config: Any, rotation: ResolvedRotation, rotations_given: bo
             f'`boundary="{place}"` has no effect with `mode="{rotation.mode}"`, where {why}: '
             "leave out `boundary`"
         )
+    sharing, layers = rotation.layers_per_rotation, config.num_hidden_layers
+    if sharing > 1 and rotation.mode != "layer":
+        raise UserError(
+            f'`layers_per_rotation` has no effect with `mode="{rotation.mode}"`: leave it out, or use '
+            '`mode="layer"`'
+        )
+    if sharing > 1 and inside:
+        raise UserError(
+            f"`layers_per_rotation` must be 1 for a model of type {config.model_type!r}, whose layers "
+            f"multiply by their own R1 in any case; got {sharing}: leave it out"
+        )
+    if sharing >= layers > 1:
+        raise UserError(
+            f"`layers_per_rotation` must be below the number of layers, {layers}; got {sharing}: use "
+            '`mode="shared"` for one R1 of all layers'
+        )
+    if sharing > 1 and rotation.hessians != "dense" and not rotations_given:
+        raise UserError(
+            "`layers_per_rotation` above 1 trains the rotations of several layers before any of them is "
+            f'pruned; got `hessians="{rotation.hessians}"`: use `hessians="dense"`'
+        )
     if rotation.mode == "layer" and (place == "inside") != inside:
         why = "whose residual stream " + ("cannot rotate" if inside else "rotates")
         raise UserError(

@@ -45,7 +45,8 @@ def run_work(
             work[phase][dtype_name(dtype)] += amount
         work["prune"]["float32"] += prune(sizes, recipe, roles)
     if trains:
-        together = [layers] if recipe.rotation.mode == "shared" else [[roles] for roles in layers]
+        count = len(layers) if recipe.rotation.mode == "shared" else recipe.rotation.layers_per_rotation
+        together = [layers[start : start + count] for start in range(0, len(layers), count)]
         work["rotate"][recipe.rotation.product_dtype] = sum(rotate(sizes, recipe, part) for part in together)
     return {phase: dict(by_dtype) for phase, by_dtype in work.items()}
 

@@ -30,7 +30,6 @@ from drot.machine.devices import check_gpu, is_gpu
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.boundary import NORM_PREFIX, ROTATION_MODULE
 from drot.model.mixins import mix
-from drot.model.rotation import Bases
 
 SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families
 
@@ -124,7 +123,7 @@ class DrotModel:
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix)
         config, held = vllm_config.model_config.hf_config, vllm_config.quant_config.drot
-        bases = Bases(held.boundary, config.num_hidden_layers)
+        bases = held.bases(config.num_hidden_layers)
         #: the stock names of the tensors that have NORM_PREFIX in the checkpoint
         self.renamed: dict[str, str] = {}
         for index, layer in enumerate(self.model.layers):

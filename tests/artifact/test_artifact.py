@@ -75,6 +75,7 @@ CASES = {
     "light": dict(rotation=RotationConfig(mode="shared", steps=5, down_rotation=32), format="packed"),
     "without R3": dict(rotation=RotationConfig(steps=5, down_rotation="none")),
     "residual": dict(rotation=RotationConfig(steps=5, hessians="dense", boundary="residual")),
+    "layers that share": dict(rotation=RotationConfig(steps=5, layers_per_rotation=2), format="packed"),
     "recovered": dict(recovery=drot.RecoveryConfig(recover="block", recover_epochs=1)),
     "biased": dict(family="llama-biased"),
     "qwen3": dict(family="qwen3", pruning=WANDA),
@@ -139,7 +140,7 @@ def test_sizes(tmp_path):
     assert rotated.summary["checkpoint_bytes"] == whole
 
 
-@pytest.mark.parametrize("case", ["packed beside dense", "light", "residual", "float32"])
+@pytest.mark.parametrize("case", ["packed beside dense", "light", "residual", "layers that share", "float32"])
 def test_without_the_file_of_the_rotations(tmp_path, case):
     """They are computed from the checkpoint, to its rounding, and the artifact gives the same bytes."""
     made = Made(tmp_path, **CASES[case])

@@ -1,5 +1,7 @@
 """Which layer holds the matrix Q between two bases, and in which basis each layer writes."""
 
+import itertools
+
 import pytest
 import torch
 from small_models import random_rotations, small_model
@@ -29,6 +31,21 @@ def test_who_writes_and_who_holds(place, rotations):
     assert [bases.held(index, rotations) is not None for index in range(LAYERS)] == holds
     for index, following in enumerate(writes_next):
         assert bases.writes_in(index) == index + following
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("sharing", [1, 2, 3])
+def test_a_matrix_lies_only_where_r1_changes(layers, sharing):
+    segments = [index // sharing for index in range(layers)]
+    changes = [before != after for before, after in itertools.pairwise(segments)]
+    for place, holds in (("input", [False, *changes]), ("residual", [*changes, False])):
+        bases = Bases(place, layers, sharing)
+        assert [bases.holds(index) for index in range(layers)] == holds
+        assert [bases.ends_segment(index) for index in range(layers)] == [*changes, True]
+        assert [segments[bases.writes_in(index)] for index in range(layers)] == [
+            segments[index + (place == "residual" and changed)]
+            for index, changed in enumerate([*changes, False])
+        ]
 
 
 @pytest.mark.parametrize("place", ["input", "residual"])

@@ -42,6 +42,7 @@ def needs(monkeypatch):
         ("qwen3-biased", "dense", "layer", {}),
         ("phi3", "packed", "layer", {}),
         ("llama", "dense", "layer", dict(hessians="dense")),
+        ("llama", "dense", "layer", dict(layers_per_rotation=2)),
         ("qwen3-biased", "packed", "layer", dict(hessians="dense", boundary="residual")),
         ("llama", "dense", "shared", {}),
         ("llama", "packed", "layer", dict(distill_epochs=1)),

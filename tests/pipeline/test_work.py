@@ -145,10 +145,11 @@ def counted_by_step(run: PruningRun) -> dict[str, float]:
         recipe(steps=20),
         recipe(mode="shared", steps=20),
         recipe(hessians="dense", objective="entropy"),
+        recipe(steps=20, layers_per_rotation=2),
         recipe(mode="none"),
         recipe(quality="best", steps=20).replace(recover="block"),
     ],
-    ids=["layer", "shared", "dense hessians", "not rotated", "best"],
+    ids=["layer", "shared", "dense hessians", "layers that share", "not rotated", "best"],
 )
 def test_every_step_of_a_run(chosen, monkeypatch):
     """A formula is never above what is computed. A run computes more: both halves of a symmetric product,

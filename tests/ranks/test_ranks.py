@@ -230,7 +230,12 @@ def test_ranks_prune_as_one_does(fields):
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(quality="best", recover="block"), dict(mode="shared"), dict(hessians="dense", layers_per_step=0)],
+    [
+        dict(quality="best", recover="block"),
+        dict(mode="shared"),
+        dict(hessians="dense", layers_per_step=0),
+        dict(layers_per_rotation=2),
+    ],
 )
 def test_ranks_rotate_recover_and_write_one_checkpoint(fields, tmp_path):
     chosen = recipe(**{"recover_epochs": 1, "recover_batch": 4} | fields)

@@ -19,6 +19,7 @@ from drot.core.files import new_folder
 from drot.core.hashes import damage, parts_digest
 from drot.core.lock import locked
 from drot.model.decoder import DecoderModel
+from drot.model.rotation import Bases
 
 
 def apply_artifact(
@@ -101,7 +102,8 @@ def _write(reader: Reader, source: DecoderModel, folder: Path, progress: Progres
     rotations = None
     if index.rotated:
         rotations = reader.rotations(source.widths, [layer.heads for layer in source.layers])
-    found = predictions(source, rotations, index.boundary)
+    bases = Bases(index.boundary, len(source.layers), index.layers_per_rotation or 1)
+    found = predictions(source, rotations, bases)
     for prediction in reported(found, "apply", config.num_hidden_layers, progress):
         if names := stored_names(prediction.name, stored):
             _write_tensor(reader, prediction, names, stored)

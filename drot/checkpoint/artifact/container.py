@@ -50,6 +50,7 @@ class ArtifactIndex(Entries):
     model_sha256: str
     rotated: bool
     boundary: BoundaryPlace | None
+    layers_per_rotation: Annotated[int, Field(ge=2)] | None = None
     down_rotation: Annotated[int, Field(ge=2)] | None = None
     files: Annotated[Files, Field(min_length=1)]
     tolerances: dict[str, Annotated[float, Field(ge=0)]]

@@ -27,10 +27,9 @@ from drot.checkpoint.artifact.tensors import (
 from drot.checkpoint.integrity import files_in, folder_records, is_loaded, verified_while_loading
 from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.opening import load_config
-from drot.checkpoint.quantization_config import boundary_of
+from drot.checkpoint.quantization_config import drot_config_of
 from drot.checkpoint.rotations import open_rotations
 from drot.checkpoint.source import header_bytes, tensors_of
-from drot.config import BoundaryPlace
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -42,7 +41,7 @@ from drot.machine.environment import versions
 from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.boundary import ROTATION_MODULE
 from drot.model.decoder import DecoderModel
-from drot.model.rotation import LayerRotation, RotationsOfLayers
+from drot.model.rotation import Bases, LayerRotation, RotationsOfLayers
 
 logger = logging.getLogger("drot")
 
@@ -95,7 +94,8 @@ def export_artifact(
     files = _files(folder, manifest)
     name = manifest.dense_model(model)
     source = open_source(name)
-    place = boundary_of(load_config(folder))
+    held, layers = drot_config_of(load_config(folder)), len(source.layers)
+    bases = Bases(None, layers) if held is None else held.bases(layers)
     headers = {name: header_bytes(path) for name, path in files.items() if holds_weights(Path(name))}
     stored = _stored(files, headers)
     # of weights and config.json, the hashes in the manifest are compared while they are read
@@ -107,7 +107,8 @@ def export_artifact(
         "model": name,
         "model_sha256": parts_digest(source.parts_of_state()),
         "rotated": manifest.recipe.rotation.mode != "none",
-        "boundary": place,
+        "boundary": bases.place,
+        "layers_per_rotation": bases.sharing if bases.sharing > 1 else None,
         "down_rotation": manifest.recipe.rotation.down_block,
         "files": {file: record.model_dump() for file, record in records.items()},
     }
@@ -118,7 +119,7 @@ def export_artifact(
             verified_while_loading(folder),
             Writer(part) as writer,
         ):
-            given = _rotations_of(manifest, rotations, source, stored, place, Path(spool))
+            given = _rotations_of(manifest, rotations, source, stored, bases, Path(spool))
             for file, path in files.items():
                 if file in headers:
                     writer.add(f"headers/{file}", headers[file])
@@ -126,7 +127,7 @@ def export_artifact(
                     writer.add(f"files/{file}", path.read_bytes())
             if given is not None:
                 writer.add_rotations(given.values())
-            tensors = reported(predictions(source, given, place), "export", len(source.layers), progress)
+            tensors = reported(predictions(source, given, bases), "export", len(source.layers), progress)
             tolerances = _add_all(writer, tensors, stored)
             writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
         _check(part, out, source, progress)
@@ -174,7 +175,7 @@ def _rotations_of(
     file: str | Path | None,
     source: DecoderModel,
     stored: dict[str, tuple[Path, str]],
-    place: BoundaryPlace | None,
+    bases: Bases,
     spool: Path,
 ) -> RotationsOfLayers | None:
     """The rounded rotations of the checkpoint, in files in `spool`; None if it is not rotated."""
@@ -186,7 +187,7 @@ def _rotations_of(
     found: Iterable[LayerRotation]
     if file is None:
         r3 = manifest.recipe.rotation.down_block is not None
-        found = rotations_in(lambda name: read_dense(name, stored), source, place, r3=r3)
+        found = rotations_in(lambda name: read_dense(name, stored), source, bases, r3=r3)
     else:
         opened, _ = open_rotations(
             Path(file),

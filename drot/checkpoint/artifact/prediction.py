@@ -14,7 +14,6 @@ from torch import Tensor
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config, refuse_whole
 from drot.checkpoint.quantization_config import quantization_config_of
-from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.model.decoder import DecoderModel, rotated_shift
@@ -66,7 +65,7 @@ def rows_of_a_piece(shape: torch.Size) -> int:
 
 @torch.no_grad()
 def predictions(
-    decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | None, place: BoundaryPlace | None
+    decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | None, bases: Bases
 ) -> Iterator[Prediction]:
     """All tensors of the rotated model, one layer after the other. The model is not changed.
 
@@ -74,17 +73,17 @@ def predictions(
 
     decoder: the dense model.
     rotations: the rotation of each layer; None predicts the dense model itself.
-    place: the place of the rotations between the layers; None if the checkpoint has none.
+    bases: which layers of the checkpoint hold a rotation.
     """
     with decoder.in_memory(*decoder.ends):
         yield from _of_ends(decoder, rotations)
-    family, bases = decoder.family, Bases(place, len(decoder.layers))
+    family = decoder.family
     for dense in decoder.loaded_layers():
         layer, prefix = dense.copy(dtype=torch.float64), f"{family.layers}.{dense.index}"
         if rotations is not None:
             boundary = bases.held(layer.index, rotations)
             layer.rotate(rotations[layer.index], bases.merged(layer.index, rotations))
-            if place == "input" and boundary is not None:
+            if bases.place == "input" and boundary is not None:
                 layer.hold(boundary)
         for name, tensor in layer.module.state_dict().items():
             tolerance = 0.0 if rotations is None else _tolerance(tensor)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drot.checkpoint.shards import save_shard
-from drot.config import BoundaryPlace
 from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.boundary import ROTATION_MODULE
 from drot.model.decoder import DecoderModel
@@ -27,16 +26,16 @@ ROWS = 4096
 
 @torch.no_grad()
 def rotations_in(
-    read: Callable[[str], Tensor], decoder: DecoderModel, place: BoundaryPlace | None, *, r3: bool
+    read: Callable[[str], Tensor], decoder: DecoderModel, bases: Bases, *, r3: bool
 ) -> Iterator[LayerRotation]:
     """The rotation of each layer, fp64, one after the other.
 
     read: name of a tensor of the rotated model → the checkpoint's tensor, dense.
     decoder: the dense model.
-    place: the place of the rotations between the layers; None if one R1 serves all layers.
+    bases: which layers of the checkpoint hold a rotation.
     r3: whether the layers hold an R3.
     """
-    family, bases = decoder.family, Bases(place, len(decoder.layers))
+    family, place = decoder.family, bases.place
     if family.rotates_stream:
         with decoder.in_memory(family.embedding):
             rotated = read(f"{family.embedding}.weight")
