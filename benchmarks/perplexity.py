@@ -102,6 +102,13 @@ RECIPES: dict[str, Recipe] = {
         for quality in QUALITIES
     },
     **{
+        f"full, {quality}, {count} layers per R1": Recipe()
+        .replace(layers_per_rotation=count)
+        .with_quality(quality)
+        for count in (2, 4)
+        for quality in ("fast", "balanced")
+    },
+    **{
         f"{point}, one shot": Recipe().replace(**fields).with_quality("fast").replace(solve="none")
         for point, fields in POINTS.items()
     },

@@ -59,6 +59,7 @@ RECORDS: dict[str, Recipe] = {
         for point in POINTS
         for quality in QUALITIES
     },
+    **{name: recipe for name, recipe in RECIPES.items() if name.endswith(" per R1")},
     "full, balanced, 50 steps, equal tokens": RECIPES["full, balanced, equal tokens"].replace(steps=50),
     "full, one shot": RECIPES["full, one shot"],
     "full without R3, one shot": RECIPES["sparsegpt 2:4"],
