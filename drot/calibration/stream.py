@@ -78,7 +78,7 @@ class CalibrationStream:
             empty = partial(empty_on_host, device=device)
         if not len(tokens):
             none = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
-            return cls(none, [{} for _ in model.layers], ranks=ranks)
+            return cls(none, [{} for _ in model.layers], ranks=ranks, weights=weights)
         hidden_states, kwargs = model.record(tokens, empty or partial(empty_on, device))
         of_layers = [_to_device(of_layer, device) for of_layer in kwargs]
         return cls(hidden_states, of_layers, device, empty, ranks, weights)

@@ -1,6 +1,7 @@
 """The text from which Hessians are computed and with which weights are trained."""
 
 import os
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,8 +17,10 @@ SEQLEN = 2048
 
 
 def _named(source: Any) -> Any:
-    """The name of a file that a Python program gives as a Path."""
-    return os.fspath(source) if isinstance(source, os.PathLike) else source
+    """The name of a file that a Python program gives as a Path, of which none is a text on the hub."""
+    if not isinstance(source, Path):
+        return source
+    return str(source) if source.is_absolute() else os.path.join(os.curdir, source)
 
 
 @settings

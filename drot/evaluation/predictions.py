@@ -17,6 +17,7 @@ from drot.model.decoder import DecoderModel
 from drot.model.layer import Weights
 from drot.model.sizes import positions_of
 from drot.sparse.fused import fused_layer
+from drot.sparse.linear import is_packed
 
 #: largest number of logits in fp32 at the same time; 64 Mi logits take 256 MiB
 LOGITS_AT_ONCE = 1 << 26
@@ -112,8 +113,9 @@ def _streamed(
 ) -> Callable[[slice], Tensor]:
     """The function `logits` of the Predictions of a streamed model."""
     stream = CalibrationStream.embed(decoder, windows, device, offload=True)
+    fuses = decoder.is_skeleton and is_packed(decoder.model)  # as a whole model that is loaded
     for layer in on_device(decoder.layers, device, decoder.device):
-        with fused_layer(layer) if decoder.is_skeleton else contextlib.nullcontext():
+        with fused_layer(layer) if fuses else contextlib.nullcontext():
             stream.advance(layer)
         progress(ProgressEvent(phase="stream", layer=layer.index, layers=len(decoder.layers)))
     norm, head = decoder.norm_and_head(device)

@@ -28,14 +28,14 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     head = sizes.untied_head if rotates else 0
     checkpoint = (sizes.weights + head + boundaries + of_down) * save_dtype.itemsize
     of_linear = [
-        (pruning.sparsity_for(name), sizes.shapes[role])
-        for names in sizes.names
+        (pruning.sparsity_for(name), shapes[role])
+        for names, shapes in zip(sizes.names, sizes.shapes_in, strict=True)
         for role, name in names.items()
     ]
     if recipe.format == "packed":  # half of the values, and 4 bits for each group of 4
         packed = sum(
-            math.prod(sizes.shapes[linear.name])
-            for names in sizes.names
+            math.prod(shapes[linear.name])
+            for names, shapes in zip(sizes.names, sizes.shapes_in, strict=True)
             for linears in by_module(each for group in sizes.groups_of(names) for each in group.linears)
             if all(pruning.sparsity_for(names[linear.name]) == PACKED for linear in linears)
             for linear in linears

@@ -17,6 +17,7 @@ from drot.checkpoint.size import size_text
 from drot.checkpoint.source import gguf_file
 from drot.config import Recipe, ResolvedRecipe
 from drot.core.errors import UserError
+from drot.core.torchrun import rank
 from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
@@ -112,8 +113,9 @@ def run_needs(
         nsamples = 0
     elif nsamples is None:
         check_seqlen(text.seqlen, planned.config)
-        check_sources(text.source)
-        known = are_files(text.source) and not isinstance(model, PreTrainedModel)
+        if not rank():  # the other ranks need not have the text
+            check_sources(text.source)
+        known = not rank() and are_files(text.source) and not isinstance(model, PreTrainedModel)
         nsamples = len(load_calibration(text, load_tokenizer(model))) if known else text.nsamples
     sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
@@ -122,7 +124,7 @@ def run_needs(
     of_rank = dataclasses.replace(sizes, nsamples=math.ceil(nsamples / gpus))
     on_device = device_memory(of_rank, resolved, chosen)
     if trains:
-        on_device = max(on_device, training_memory(of_rank, resolved))
+        on_device = max(on_device, training_memory(of_rank, resolved, gpus))
     if tokens_of(OWN, text, nsamples):
         on_device = max(on_device, sizes.weights * chosen.itemsize)
     from_gguf = not isinstance(model, PreTrainedModel) and gguf_file(model) is not None

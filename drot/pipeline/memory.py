@@ -66,7 +66,8 @@ def main_memory(
     if not rotations_given:
         rotations -= (layers - 1) * shared
         if shared and recipe.rotation.layers_per_step:
-            rotations += sum(objective_bytes(sizes, recipe)) // ranks.size
+            whole = sum(objective_bytes(sizes, recipe))
+            rotations += whole if ranks.size == 1 else whole + whole // ranks.size  # and its own rows
     of_batches = 0
     if ranks.size > 1 and recipe.rotation.hessians == "dense" and not (rotations_given or shared):
         of_batches = (min(layers, 2 * ranks.size) - kept) * of_batch
@@ -163,10 +164,11 @@ def distillation_memory(
     return weights + trained + inputs + activations + logits
 
 
-def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
+def training_memory(sizes: Sizes, recipe: ResolvedRecipe, ranks: int = 1) -> int:
     """About the bytes on the device while rotations are trained: one step, and all layers that share R1.
 
-    With `layers_per_step` the layers lie in main memory, and one after the other is on the device.
+    With `layers_per_step` the layers lie in main memory, and one after the other is on the device. Of one R1
+    that several ranks train together, a rank also has copies of its rows.
     """
     rotation, of_each = recipe.rotation, objective_bytes(sizes, recipe)
     largest = max(_weights_of_layers(sizes)) * getattr(torch, rotation.product_dtype).itemsize
@@ -174,6 +176,8 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
     if rotation.layers_per_step:
         count = 1
     together = max(sum(of_each[start : start + count]) for start in range(0, len(of_each), count))
+    if ranks > 1 and rotation.mode == "shared":
+        together += together // ranks
     return round(together + (TRAINING_COPIES - 1) * largest)
 
 

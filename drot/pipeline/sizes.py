@@ -19,9 +19,10 @@ from drot.model.sizes import HeadShape, routed_share
 class Sizes:
     """The sizes of a model and of its calibration.
 
-    groups: the input groups that occur in some layer. If groups of several layers share a linear, the one
-        with the most linears stands for all.
+    groups: the input groups that occur in some layer. Groups of several layers with the same first linear
+        are one, with the linears of all of them.
     shapes: name of a linear → its (out, in) in the layer where it has the most numbers.
+    shapes_in: for each layer, name of a linear → its (out, in) there.
     names: for each layer, name of a linear → its full name.
     layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
         model without its layers.
@@ -32,6 +33,7 @@ class Sizes:
 
     groups: Sequence[InputGroup]
     shapes: Mapping[str, tuple[int, int]]
+    shapes_in: Sequence[Mapping[str, tuple[int, int]]]
     names: Sequence[Mapping[str, str]]
     heads: HeadShape
     layer_weights: int
@@ -96,18 +98,22 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
     """The sizes of a model, which may lie on the device `meta`."""
     head = model.head.weight
     shapes: dict[str, tuple[int, int]] = {}
+    shapes_in: list[dict[str, tuple[int, int]]] = []
     groups: dict[str, InputGroup] = {}
     for layer in model.layers:
         for group in layer.groups:
-            first = group.linears[0].name
-            groups[first] = max(groups.get(first, group), group, key=lambda one: len(one.linears))
-        for name, linear in layer.linears.items():
-            shapes[name] = max(shapes.get(name, (0, 0)), layer.shape_of(linear.spec), key=math.prod)
+            known = groups.get(first := group.linears[0].name, group)
+            linears = {one.name: one for one in (*known.linears, *group.linears)}
+            groups[first] = dataclasses.replace(known, linears=tuple(linears.values()))
+        shapes_in.append({name: layer.shape_of(linear.spec) for name, linear in layer.linears.items()})
+        for name, shape in shapes_in[-1].items():
+            shapes[name] = max(shapes.get(name, (0, 0)), shape, key=math.prod)
     of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
     weights = sum(parameter.numel() for parameter in model.model.parameters())
     return Sizes(
         groups=list(groups.values()),
         shapes=shapes,
+        shapes_in=shapes_in,
         names=[
             {name: linear.full_name for name, linear in of_layer.linears.items()} for of_layer in model.layers
         ],

@@ -100,7 +100,9 @@ def forward(sizes: Sizes, nsamples: int, groups: Sequence[InputGroup] | None = N
     """A pass of sequences through a layer, or through what comes before the last of `groups`."""
     passed, total = sizes.groups, 0.0
     if groups is not None:
-        passed = passed[: passed.index(groups[-1])] if groups else []
+        last = {linear.name for linear in groups[-1].linears} if groups else set()
+        places = (place for place, group in enumerate(passed) if last & {one.name for one in group.linears})
+        passed = passed[: next(places, 0)]
     for group in passed:
         tokens = nsamples * sizes.seqlen * sizes.share(group)
         total += 2 * tokens * sum(math.prod(sizes.shapes[linear.name]) for linear in group.linears)

@@ -437,7 +437,11 @@ class LayerObjective:
         return dy, dcolumn_scale
 
     def entropy(self, *matrices: Tensor) -> float:
-        """The entropy (paper, equation 9) for either objective. matrices: as in `identity`, of any dtype."""
+        """The entropy (paper, equation 9) for either objective. matrices: as in `identity`, of any dtype.
+
+        For `pruned` it is that of weights times their factors, which cancel in all rows and columns but the
+        columns of v_proj, whose heads have different factors.
+        """
         objective, self.objective = self.objective, "entropy"
         try:
             return float(self.value(*(matrix.to(self.loss_dtype) for matrix in matrices)))

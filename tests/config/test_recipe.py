@@ -183,7 +183,9 @@ def test_the_descriptions_name_the_defaults():
 
 
 def test_a_file_of_the_calibration_may_be_a_path():
-    assert Recipe().replace(source=Path("text.txt")).calibration == CalibrationConfig(source="text.txt")
+    assert CalibrationConfig(source=Path("/texts/a.txt")).source == "/texts/a.txt"
+    relative = Recipe().replace(source=Path("wikitext2")).calibration.source
+    assert relative == "./wikitext2"  # and not the text on the hub
     with pytest.raises(UserError, match="must be a str; got 3"):
         CalibrationConfig(source=3)
 

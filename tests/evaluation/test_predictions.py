@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from small_models import FAMILIES, random_tokens, small_model
+from small_models import FAMILIES, random_tokens, save_small_model, small_model
 
 import drot
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.evaluation.agreement import agreement
+from drot.evaluation.models import open_model
 from drot.evaluation.perplexity import perplexity, perplexity_of
 from drot.evaluation.predictions import predict
 from drot.model.decoder import DecoderModel
@@ -48,6 +49,18 @@ def test_rotated_packed_and_fused(boundary, format, device):
         kinds = {type(module) for module in model.modules()}
         assert FusedLinear in kinds and (FusedRotation in kinds) == (boundary == "residual")
     assert_same(model, device)
+
+
+def test_a_dense_model_in_16_bits_has_the_same_logits(tmp_path):
+    """Streamed from its files: transformers' own ops compute it in both cases."""
+    folder = save_small_model(small_model("llama", dtype=torch.bfloat16), tmp_path / "model")
+    opened = [open_model(folder, "bfloat16", streamed=streamed) for streamed in (False, True)]
+    devices = (None, torch.device("cpu"))
+    found = [
+        predict(each.model, TOKENS, SEQLEN, device, weights=each.weights).logits(slice(0, 2))
+        for each, device in zip(opened, devices, strict=True)
+    ]
+    assert torch.equal(*found)
 
 
 def test_one_layer_at_a_time(monkeypatch):

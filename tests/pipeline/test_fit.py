@@ -95,6 +95,15 @@ def test_a_size_that_is_none_is_refused(size, model, capsys):
     assert "--fit must be a size of at least 1 MB, as in 24GB" in capsys.readouterr().err
 
 
+def test_the_other_ranks_need_no_text(model, monkeypatch):
+    chosen = Recipe().replace(source="missing.txt")
+    with pytest.raises(UserError, match=r"missing\.txt"):
+        fitted(model, chosen, 2**40, device="cpu")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert fitted(model, chosen, 2**40, device="cpu").changes == {}
+
+
 def test_a_dry_run_counts_the_layers_that_share_a_rotation(model):
     """Together on the device, they are what takes the most memory of a narrow model of many layers."""
     shared = Recipe().with_quality("fast").replace(mode="shared")

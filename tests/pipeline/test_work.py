@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from small_models import random_tokens, small_model
+from small_models import FAMILIES, random_tokens, small_model
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from drot.calibration.stream import CalibrationStream
@@ -201,3 +201,29 @@ def test_a_dry_run_needs_what_the_run_writes(tmp_path):
     assert run_needs(tmp_path / "model", Recipe().replace(mode="none", method="magnitude")).tokens == 0
     with pytest.raises(UserError, match="`blocks` must divide the hidden size 64; got 5"):
         run_needs(tmp_path / "model", Recipe().replace(blocks=5))
+
+
+@pytest.mark.parametrize(
+    ("family", "keep"),
+    [("llama", ("down_proj", "up_proj")), ("phi3", ("down_proj", "up_proj")), ("lfm2", ("q_proj",))],
+)
+def test_a_last_group_of_which_a_part_is_pruned(family, keep):
+    """The passes end where that group begins."""
+    sizes = sizes_of(DecoderModel(small_model(family)), *TOKENS.shape)
+    kept, everything = (
+        formulas.run_work(sizes, resolve(recipe(keep=keep, down_rotation="none")), torch.float32)
+        for keep in (keep, ())
+    )
+    assert 0 < kept["prune"]["float32"] < everything["prune"]["float32"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_linear_of_a_model_is_in_one_group(family):
+    model = DecoderModel(small_model(family))
+    sizes = sizes_of(model, *TOKENS.shape)
+    grouped = [linear.name for group in sizes.groups for linear in group.linears]
+    assert sorted(grouped) == sorted(sizes.shapes) and sizes.shapes.keys() == {*grouped}
+    for layer in model.layers:
+        of_layer = [[linear.name for linear in group.linears] for group in layer.groups]
+        found = [[one.name for one in group.linears] for group in sizes.of_layer(layer.index).groups]
+        assert sorted(map(sorted, found)) == sorted(map(sorted, of_layer))

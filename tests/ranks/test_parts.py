@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from runs import recipe
 from small_models import random_rotation, random_tokens, small_model
 
+from drot.calibration.stream import CalibrationStream
+from drot.calibration.token_weights import TokenWeights
 from drot.config import resolve
 from drot.core.events import silent
 from drot.machine.ranks import ALONE, Ranks
@@ -18,7 +20,8 @@ from drot.model.rotation import Boundary, rotated_hessian
 from drot.pipeline import training
 from drot.pipeline.batches import Batches
 from drot.pipeline.context import RunContext
-from drot.pipeline.memory import training_memory
+from drot.pipeline.memory import main_memory, objective_bytes, training_memory
+from drot.pipeline.sizes import sizes_of
 from drot.rotation.work import work_of_ranks
 
 
@@ -101,6 +104,33 @@ def test_ranks_compute_rows_of_a_rotated_hessian_and_of_a_boundary():
 
 def draw_orthogonal(seed, layer):
     return random_rotation(len(layer.norms[0].weight), layer.heads, torch.Generator().manual_seed(seed))
+
+
+def test_a_rank_without_a_sequence_weighs_outputs_as_the_others_do():
+    """It has no Hessian to add, but its share of the objective."""
+    handle, tokens = DecoderModel(small_model("llama")), random_tokens(1, 16)
+    weights = TokenWeights({}, {})
+    for rank in range(2):
+        stream = CalibrationStream.embed(
+            handle, tokens, torch.device("cpu"), ranks=Ranks(rank, 2), weights=weights
+        )
+        assert len(stream.hidden_states) == 1 - rank and stream.weights is weights
+
+
+def test_layers_in_main_memory_are_counted_whole_for_each_rank():
+    """Each rank keeps the objective of every layer, and copies of its own rows."""
+    model = DecoderModel(small_model("llama"))
+    offloaded, together = (
+        resolve(recipe("shared", layers_per_step=count, down_rotation="none")) for count in (1, 0)
+    )
+    sizes = sizes_of(model, 8, 16)
+    whole = sum(objective_bytes(sizes, offloaded))
+
+    def needed(ranks):
+        counted = main_memory(sizes, offloaded, torch.float32, ranks=Ranks(size=ranks))
+        return counted - ranks * main_memory(sizes, together, torch.float32)
+
+    assert [needed(ranks) for ranks in (1, 2, 4)] == [whole, 3 * whole, 5 * whole]
 
 
 @pytest.mark.parametrize(("room", "layers"), [(0.5, 1), (2.5, 3), (9, 4)])
