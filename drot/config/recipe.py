@@ -98,7 +98,7 @@ class Recipe:
         fields, rotation = dict(QUALITIES[quality]), self.rotation
         trains = rotation.mode != "none" and rotation.optimizer == "fast"
         if quality == "fast" and trains and rotation.steps is None:
-            fields["steps"] = FAST_STEPS[rotation.mode]
+            fields["steps"] = FAST_STEPS["shared" if rotation.layers_per_rotation > 1 else rotation.mode]
         return self.replace(**fields)
 
     def to_dict(self) -> dict[str, Any]:

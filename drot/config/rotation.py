@@ -31,8 +31,8 @@ FAST_ENTROPY_LR = 0.7
 #: `paper` is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps
 #: nothing of A.
 LARGEST_LR = {"fast": math.pi, "paper": 100.0}
-#: Mode → training steps of the quality `fast` with the optimizer `fast`. benchmarks/README.md has what more
-#: steps give. A step takes less where all layers share one R1.
+#: Mode → training steps of the quality `fast` with the optimizer `fast`; with `layers_per_rotation` above 1
+#: those of shared. benchmarks/README.md has what more steps give. A step takes less where layers share an R1.
 FAST_STEPS = {"layer": 50, "shared": 100}
 #: The default of `training_tokens`. With more the model is not better (benchmarks/README.md).
 TRAINING_TOKENS = 32
@@ -128,7 +128,7 @@ class RotationConfig:
     """
     steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Training steps for each layer. Default: 200 for fast, 2000 for paper; with the quality fast 50, and
-    100 in the mode shared.
+    100 where layers share a rotation.
     """
     lr: float | None = Field(default=None, gt=0)
     """Learning rate; of fast the largest angle of a step in radians. Default: 0.3 for fast, 0.01 for paper;

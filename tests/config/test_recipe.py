@@ -88,6 +88,8 @@ def test_a_quality_sets_its_fields_and_leaves_the_others(quality):
 
 
 def test_fast_sets_the_steps_that_nothing_else_sets():
+    sharing = Recipe().replace(layers_per_rotation=2).with_quality("fast")
+    assert sharing.rotation.steps == FAST_STEPS["shared"]
     for mode, steps in FAST_STEPS.items():
         assert Recipe().replace(mode=mode).with_quality("fast").rotation.steps == steps
     assert Recipe().with_quality("best").rotation.steps is None
