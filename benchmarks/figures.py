@@ -26,7 +26,7 @@ PAGES = (
     ),
 )
 #: recipes of the rows `records`: the baseline, a solver alone, `balanced`, and `best`
-PLAIN, SOLVER, BALANCED = "not rotated", "not rotated, solver of balanced", "full, balanced, equal outputs"
+PLAIN, SOLVER, BALANCED = "not rotated", "not rotated, solver of balanced", "full, balanced"
 BEST, BEST_OF_OWN = "full, best, equal outputs", "full, best, equal outputs, 100 steps"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: columns of the share of a gap
