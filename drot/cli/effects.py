@@ -34,7 +34,7 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
         ("output_weights",),
     ),
     (
-        "--rotation other than full and layer",
+        "--rotation none, stock, light or shared",
         lambda recipe, given: recipe.rotation.mode != "layer",
         ("layers_per_rotation",),
     ),

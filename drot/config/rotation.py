@@ -104,8 +104,8 @@ class RotationConfig:
     blocks: int = Field(default=1, ge=1)
     """The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense."""
     layers_per_rotation: int = Field(default=1, ge=1)
-    """With `mode` layer: the number of consecutive layers that share an R1. Only between layers with
-    different R1 the model multiplies by a matrix while it runs. Above 1, `hessians` is dense.
+    """With `mode` layer: the number of consecutive layers that share an R1. While it runs, the model
+    multiplies by a matrix only between layers with different R1. A number above 1 needs `hessians` dense.
     """
     down_rotation: DownRotation = "auto"
     """The size of the diagonal blocks of R3, which rotates the input of down_proj while the model runs. It

@@ -172,9 +172,9 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe, ranks: int = 1) -> int
     """
     rotation, of_each = recipe.rotation, objective_bytes(sizes, recipe)
     largest = max(_weights_of_layers(sizes)) * getattr(torch, rotation.product_dtype).itemsize
-    count = len(of_each) if rotation.mode == "shared" else rotation.layers_per_rotation
-    if rotation.layers_per_step:
-        count = 1
+    count = rotation.layers_per_rotation
+    if rotation.mode == "shared":
+        count = 1 if rotation.layers_per_step else len(of_each)
     together = max(sum(of_each[start : start + count]) for start in range(0, len(of_each), count))
     if ranks > 1 and rotation.mode == "shared":
         together += together // ranks

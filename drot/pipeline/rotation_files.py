@@ -65,18 +65,19 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
         shapes=[layer.heads for layer in run.model.layers],
         down_widths=[layer.down_inputs() for layer in run.model.layers],
     )
-    shared, pairs = run.recipe.rotation.mode == "shared", itertools.pairwise(stored_r1s(path))
-    different = [index for index, (r1, following) in enumerate(pairs) if not torch.equal(r1, following)]
-    if shared and different:
+    shared, sharing = run.recipe.rotation.mode == "shared", run.bases.sharing
+    pairs = itertools.pairwise(stored_r1s(path))  # read only as far as they are compared
+    changes = (index for index, pair in enumerate(pairs) if not torch.equal(*pair))
+    if shared and next(changes, None) is not None:
         raise UserError(
             f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
             'use `mode="layer"`'
         )
-    sharing = run.bases.sharing
-    if not shared and (wrong := [index for index in different if not run.bases.ends_segment(index)]):
+    wrong = (index for index in changes if not run.bases.ends_segment(index))
+    if sharing > 1 and (index := next(wrong, None)) is not None:
         raise UserError(
             f"`layers_per_rotation` {sharing} needs the same R1 in {sharing} consecutive layers; {path} has "
-            f"another R1 in layer {wrong[0] + 1} than in layer {wrong[0]}: leave it out"
+            f"another R1 in layer {index + 1} than in layer {index}: leave it out"
         )
     if run.model.family.layer_norm:
         error = max(float((r1.double().sum(1) - 1).abs().amax()) for r1 in stored_r1s(path))

@@ -158,17 +158,17 @@ def train_layers(
     if len(done) < run.bases.layers:
         segments = {run.bases.segment(index) for index in range(run.bases.layers) if index not in done}
         for index in [index for index in done if run.bases.segment(index) in segments]:
-            del done[index]  # layers that share an R1 are saved together, but for a run that was killed then
-        batch: list[dict[int, tuple[LayerObjective | None, dict[str, float]]]] = [{}]
+            del done[index]  # a run that was killed had saved only some of the layers that share an R1
+        batch: list[dict[int, tuple[LayerObjective | None, dict[str, float]]]] = []
+        layers: dict[int, tuple[LayerObjective | None, dict[str, float]]] = {}
         for index, objective, damping in _objectives(run, state, done, divided=True):
-            batch[-1][index] = objective if len(batch) == run.ranks.rank + 1 else None, damping
+            layers[index] = objective if len(batch) == run.ranks.rank else None, damping
             if run.bases.ends_segment(index):
-                if len(batch) == run.ranks.size:
-                    train_each(batch)
-                    batch = []
-                batch.append({})
-        if batch := [layers for layers in batch if layers]:
-            train_each(batch)
+                batch, layers = [*batch, layers], {}
+            if len(batch) == run.ranks.size:
+                train_each(batch)
+                batch = []
+        train_each(batch)
 
     if state is None:
         rotations = _with_own_r3(run, trained)
