@@ -102,6 +102,47 @@ def smollm2(models: Path) -> Path:
     return folder
 
 
+def common_columns(source: str | Path, settings: CalibrationConfig, device: str) -> dict[str, object]:
+    """What the rows of one process have in common: the date, the versions, the model and the calibration."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": Path(source).name,
+        "calibration": " + ".join(Path(text).stem for text, _ in texts_of(settings.source)),
+        "tokens": settings.nsamples * settings.seqlen,
+    }
+
+
+def figures(dense: Any, pruned: Any, ids: torch.Tensor, seqlen: int) -> dict[str, str]:
+    """The columns of a row that say how the two models agree on the tokens `ids`, in windows of `seqlen`.
+
+    Those that end in _first and _last are of the first and the last eighth of the positions in a window.
+    """
+    found = agreement(*(predict(model, ids, seqlen) for model in (dense, pruned)))
+    first, last = found["positions"][0], found["positions"][-1]
+    return {
+        "dense": f"{found['dense_perplexity']:.3f}",
+        "perplexity": f"{found['perplexity']:.3f}",
+        "kl": f"{found['kl']['mean']:.4f}",
+        "kl_first": f"{first['kl']:.4f}",
+        "kl_last": f"{last['kl']:.4f}",
+        "equal_tokens": f"{found['equal_tokens']:.4f}",
+        "equal_tokens_first": f"{first['equal_tokens']:.4f}",
+        "equal_tokens_last": f"{last['equal_tokens']:.4f}",
+    }
+
+
+def told(measured: dict[str, str]) -> str:
+    """The main columns of `figures`, as a part of a line."""
+    return (
+        f"{measured['dense']} -> {measured['perplexity']}  KL {measured['kl']}  "
+        f"same token {float(measured['equal_tokens']):.1%}"
+    )
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help=f"folder or name on the hub; default: {SMOLLM2}")
@@ -134,16 +175,7 @@ def main() -> None:
     settings = CalibrationConfig(
         source=options.calibration, nsamples=max(1, options.tokens // options.seqlen), seqlen=options.seqlen
     )
-    common: dict[str, object] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "machine": machine(str(device)),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "model": Path(source).name,
-        "calibration": " + ".join(Path(text).stem for text, _ in texts_of(options.calibration)),
-        "tokens": settings.nsamples * options.seqlen,
-    }
+    common = common_columns(source, settings, str(device))
     for name in options.only or RECORDS:
         recipe = (RECORDS | OLDER)[name]
         for seed in options.seed or [0]:
@@ -156,23 +188,15 @@ def main() -> None:
             seconds = time.perf_counter() - started
             pruned.to(device)
             for text, ids in texts.items():
-                found = agreement(*(predict(model, ids, options.seqlen) for model in (dense, pruned)))
-                kl, equal = found["kl"]["mean"], found["equal_tokens"]
+                measured = figures(dense, pruned, ids, options.seqlen)
                 row = common | {
                     "recipe": name,
                     "seed": seed,
                     "text": text,
-                    "dense": f"{found['dense_perplexity']:.3f}",
-                    "perplexity": f"{found['perplexity']:.3f}",
-                    "kl": f"{kl:.4f}",
-                    "equal_tokens": f"{equal:.4f}",
+                    **measured,
                     "seconds": "" if options.untimed else f"{seconds:.0f}",
                 }
-                print(
-                    f"{name:<34} seed {seed}  {text:<16} {found['dense_perplexity']:.3f} -> "
-                    f"{found['perplexity']:.3f}  KL {kl:.4f}  same token {equal:.1%}  {seconds:.0f} s",
-                    flush=True,
-                )
+                print(f"{name:<34} seed {seed}  {text:<16} {told(measured)}  {seconds:.0f} s", flush=True)
                 if options.csv:
                     append_rows(options.csv / "records.csv", [row])
 
