@@ -33,6 +33,7 @@ MIXTURES = {
     "hy_v3": "num_experts",
     "mellum": "num_experts",
     "deepseek_v32": "n_routed_experts",
+    "glm_moe_dsa": "n_routed_experts",
     "lfm2_moe": "num_experts",
     "flint": "num_experts",
     "kolibri1": "num_experts",
@@ -44,7 +45,7 @@ MIXTURES = {
 #: mixtures whose router divides the experts into groups
 GROUPED = (
     *("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open", "exaone_moe", "deepseek_v32"),
-    *("sarvam_mla", "kimi_linear"),
+    *("glm_moe_dsa", "sarvam_mla", "kimi_linear"),
 )
 #: those whose router computes in fp32
 ROUTERS_IN_FP32 = (*GROUPED, "ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1")
@@ -60,6 +61,7 @@ SHARED = {
     "exaone_moe": "num_shared_experts",
     "hy_v3": "num_shared_experts",
     "deepseek_v32": "n_shared_experts",
+    "glm_moe_dsa": "n_shared_experts",
     "sarvam_mla": "n_shared_experts",
     "kimi_linear": "n_shared_experts",
     "afmoe": "num_shared_experts",
@@ -74,7 +76,16 @@ CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv", "lfm3": "conv", "granitemoeh
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 #: families with a latent attention
 LATENT_ATTENTION = (
-    *("deepseek_v3", "youtu", "minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v32", "sarvam_mla"),
+    *(
+        "deepseek_v3",
+        "youtu",
+        "minicpm3",
+        "glm4_moe_lite",
+        "deepseek_v2",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "sarvam_mla",
+    ),
     "kimi_linear",
 )
 #: those whose config demands a hidden size that the heads divide
@@ -194,7 +205,7 @@ def _latent(draw: st.DrawFn, family: str, multiple: int) -> dict[str, Any]:
     chosen["qk_rope_head_dim"] = draw(st.sampled_from([4, 8]))
     if family in MIXTURES:
         chosen["num_mtp_layers"] = 0
-    if family == "deepseek_v32":
+    if family in ("deepseek_v32", "glm_moe_dsa"):
         chosen |= dict(
             index_topk=draw(st.sampled_from([8, 64])), index_head_dim=draw(st.sampled_from([8, 16]))
         )
@@ -282,6 +293,7 @@ def settings_of_models(
         "hy_v3",
         "mellum",
         "deepseek_v32",
+        "glm_moe_dsa",
         "helium",
         "internlm3",
         "iquestcoder",

@@ -504,6 +504,16 @@ FAMILIES: dict[str, dict] = {
         first_k_dense_replace=1,
         attention_bias=True,
     ),
+    "glm_moe_dsa": dict(
+        **LATENT_ATTENTION,
+        q_lora_rank=24,
+        index_topk=6,
+        index_n_heads=2,
+        index_head_dim=16,
+        **ROUTED,
+        first_k_dense_replace=1,
+        attention_bias=True,
+    ),
     "gpt_oss": dict(
         head_dim=12,
         num_local_experts=4,

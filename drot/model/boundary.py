@@ -116,8 +116,9 @@ class RotatedLayer(Mixin):
             own = dict.fromkeys(CACHES, self.cache_argument) | {name: name for name in LINEAR_ARGUMENTS}
             kwargs = {own[name]: each for name, each in kwargs.items() if name in own}
         attended = getattr(self, family.attention)(hidden_states=read, **kwargs)
+        chosen = attended[2:] if family.returns_choice else ()
         if not family.linear_attention:
-            attended, _ = attended
+            attended = attended[0]
         residual = hidden_states + self._added(attended, 0)
         out = read if family.parallel else self._read(residual, 1)
         for name in (*family.mlp_front, family.mlp):
@@ -130,8 +131,10 @@ class RotatedLayer(Mixin):
                 output *= getattr(self, family.output_multiplier)  # in place, in the dtype of the stream
             return output
         if isinstance(self.residual_rotation, RotateAndAdd):
-            return self.residual_rotation(residual, out)
-        return self.residual_rotation(residual) + self._added(out, 1)
+            output = self.residual_rotation(residual, out)
+        else:
+            output = self.residual_rotation(residual) + self._added(out, 1)
+        return (output, *chosen) if chosen else output
 
     def _read(self, residual: Tensor, block: int) -> Tensor:
         """What the attention, block 0, or the MLP, 1, reads of the residual."""

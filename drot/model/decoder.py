@@ -220,7 +220,7 @@ class DecoderModel:
 
         empty: makes the tensor of the returned input, of the shape and the dtype that it gets.
         """
-        recorders = [_Recorder(layer.module) for layer in self.layers]
+        recorders = [_Recorder(layer.module, self.family.returns_choice) for layer in self.layers]
         stand_ins = {self.family.layers: nn.ModuleList(recorders), self.family.final_norm: nn.Identity()}
         backbone = module_at(self.model, self.family.layers.rpartition(".")[0])
         before: dict[str, nn.Module] = {}
@@ -348,10 +348,14 @@ def rotate_rows(weight: Tensor, r1: Tensor, device: torch.device, scale: Tensor 
 
 
 class _Recorder(nn.Module):
-    """Replaces a decoder layer in a forward pass: records the arguments and returns the input."""
+    """Replaces a decoder layer in a forward pass: records the arguments and returns the input.
 
-    def __init__(self, layer: nn.Module) -> None:
+    returns_choice: that of the family.
+    """
+
+    def __init__(self, layer: nn.Module, returns_choice: bool) -> None:
         super().__init__()
+        self.returns_choice = returns_choice
         self._layer = [layer]  # the list keeps the layer from becoming a submodule
         self.kwargs: dict[str, Any] = {}
         self.hidden_states: Tensor
@@ -362,6 +366,6 @@ class _Recorder(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_layer"][0], name)
 
-    def forward(self, hidden_states: Tensor, *args: None, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: None, **kwargs: Any) -> Any:
         self.hidden_states, self.kwargs = hidden_states, kwargs
-        return hidden_states
+        return (hidden_states, None) if self.returns_choice else hidden_states

@@ -154,7 +154,8 @@ def family_of(config: Any) -> Family:
             f"a model of type {model_type!r} needs a newer transformers: pip install -U transformers"
         )
     for name, value in family.required:
-        if (got := getattr(config, name, value)) != value:
+        got = getattr(config, name, value)
+        if any(one != value for one in (got if isinstance(got, list) else [got])):
             raise UserError(
                 f"a model of type {model_type!r} must have {name}={value} in its config, got {got}"
             )

@@ -141,6 +141,8 @@ class Family:
     residual_dropout: the attribute of a layer with the probability of such a dropout.
     linear_attention: whether the attention keeps a state instead of keys and values: it takes no positions,
         and returns its output alone.
+    returns_choice: whether the attention and the layer also return the tokens that an indexer chose, which
+        the next layer could read.
     untouched: modules with weights that a layer may have and that see nothing rotated.
     unpruned: path of a module with a weight [any, d] → path of the norm whose output it reads. It is rotated
         as the linears behind this norm are, and never pruned.
@@ -156,7 +158,7 @@ class Family:
     kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one. A
         family whose layers are all alike has none, whatever the config says.
     positions: the embedding of the positions, which is added to that of the tokens.
-    required: attribute of the config → the value for which the declaration holds.
+    required: attribute of the config → the value for which the declaration holds. Of a list, all its values.
     needs: a class in transformers.core_model_loading. A transformers without it is too old for the family: it
         stores the weights under other names than those of their modules, or loads them in other dtypes.
     """
@@ -181,6 +183,7 @@ class Family:
     residual_dropouts: tuple[str, str] | None = None
     residual_dropout: str | None = None
     linear_attention: bool = False
+    returns_choice: bool = False
     untouched: tuple[str, ...] = ()
     unpruned: tuple[tuple[str, str], ...] = ()
     experts: str | None = None

@@ -186,13 +186,15 @@ class DecoderLayer:
         with contextlib.ExitStack() as replaced:
             if attention is not None:
                 block = module_at(self.module, self.family.attention)
-                returned = attention if self.family.linear_attention else lambda: (attention(), None)
+                beside = (None,) * (1 + self.family.returns_choice)
+                returned = attention if self.family.linear_attention else lambda: (attention(), *beside)
                 replaced.enter_context(_returning(block, returned))
             if mlp is not None:
                 of_mlp = mlp()  # may call the very module
                 replaced.enter_context(_returning(module_at(self.module, self.family.mlp), lambda: of_mlp))
-            output: Tensor = self.module(hidden, **kwargs)
-        return output
+            output = self.module(hidden, **kwargs)
+        stream: Tensor = output[0] if self.family.returns_choice else output
+        return stream
 
     @property
     def attention_end(self) -> InputGroup:

@@ -65,18 +65,21 @@ def with_shared_experts(family: Family, path: str, gate: str | None = None) -> F
     return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
 
 
-def with_indexer(family: Family) -> Family:
+def with_indexer(family: Family, *, returned: bool = False) -> Family:
     """The family with latent attention to those tokens alone that an indexer in each layer chooses.
 
     R1 rotates the linears of the indexer that read the stream, which are never pruned. Another one reads the
     latent of the queries, which nothing rotates.
+
+    returned: as `returns_choice` of a family.
     """
     readers = ("self_attn.indexer.wk", "self_attn.indexer.weights_proj")
     return replace(
         family,
         untouched=(*family.untouched, "self_attn.indexer.wq_b", "self_attn.indexer.k_norm"),
         unpruned=(*family.unpruned, *((path, "input_layernorm") for path in readers)),
-        kinds=tuple((kind, with_indexer(one)) for kind, one in family.kinds),
+        kinds=tuple((kind, with_indexer(one, returned=returned)) for kind, one in family.kinds),
+        returns_choice=returned,
     )
 
 
@@ -258,4 +261,9 @@ MIXTURES = {
     ),
     "sarvam_mla": replace(latent(SHARED), models="Sarvam 105B"),
     "deepseek_v32": replace(with_indexer(latent(SHARED)), models="DeepSeek-V3.2"),
+    "glm_moe_dsa": replace(
+        with_indexer(latent(SHARED), returned=True),
+        models="GLM-5",
+        required=(("indexer_types", "full"),),
+    ),
 }
