@@ -92,11 +92,16 @@ def _no_other(name: str, asked: Any) -> str:
 
 
 async def _with_end(parts: Any, engine: Engine) -> AsyncIterator[str]:
-    """`parts`, and the line that ends a stream in OpenAI's API; an error if the engine closes before."""
+    """`parts`, and the line that ends a stream in OpenAI's API; an error if the engine closes before.
+
+    An answer is whole with the part that says why it ended.
+    """
+    whole = False
     async with contextlib.aclosing(parts):
         async for part in parts:
             yield part
-            if engine.closing:
+            whole |= '"finish_reason":"' in part  # in the text of an answer, quotes have backslashes
+            if engine.closing and not whole:
                 error = _error(503, "the server was stopped: the answer is not whole")
                 yield f"data: {json.dumps(error)}\n\n"
                 return

@@ -1,5 +1,6 @@
 """`drot serve`, asked by real clients: the openai package, and sockets for what it does not send."""
 
+import asyncio
 import concurrent.futures
 import http.client
 import json
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from serve_extra import MISSING
@@ -320,6 +322,29 @@ def test_a_stream_that_a_stop_cuts_ends_with_an_error(served, monkeypatch, seque
         server.stop()
         with pytest.raises(openai.APIError, match="the server was stopped: the answer is not whole"):
             list(stream)
+
+
+@pytest.mark.parametrize(("left", "last"), [(1, "not whole"), (0, "[DONE]")])
+def test_a_stream_is_whole_with_the_reason_of_its_end(batched, left, last):
+    """left: parts of a real stream that the server cannot send before it is stopped."""
+    from drot.serving.server import _with_end
+
+    connection = http.client.HTTPConnection("127.0.0.1", batched.port, timeout=60)
+    asked = {"prompt": "x", "max_tokens": 3, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+    *parts, done, _ = connection.getresponse().read().decode().split("\n\n")
+    assert "[DONE]" in done and len(parts) > 1
+    engine = SimpleNamespace(closing=False)
+
+    async def sent():
+        for number, part in enumerate(parts, 1):
+            engine.closing = number == len(parts) - left
+            yield part
+
+    async def received():
+        return [part async for part in _with_end(sent(), engine)]
+
+    assert last in asyncio.run(received())[-1]
 
 
 def test_a_port_that_is_taken_is_refused(packed, capsys):
