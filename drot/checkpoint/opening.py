@@ -11,6 +11,7 @@ import torch
 from drot.checkpoint.quantization_config import drot_config_of, quantization_config_of
 from drot.checkpoint.source import (
     PREDICTION_LAYERS,
+    PREDICTION_PREFIXES,
     Header,
     check_headers,
     check_layers,
@@ -77,9 +78,10 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
     from transformers import AutoModelForCausalLM
 
     headers = read_headers(weight_files(folder))
+    unread = {name for name in headers if name.startswith(PREDICTION_PREFIXES)}
     if (names := names_in_files(folder, config.model_type)) is not None:
         headers = {own: each for name, each in headers.items() if (own := names.own(name)) is not None}
-    unread = prediction_layers(config, headers)
+    unread |= prediction_layers(config, headers)
     headers = {name: header for name, header in headers.items() if name not in unread}
     if unread:
         logger.warning(
@@ -132,8 +134,9 @@ def refuse_missing(path: str | Path, model: "PreTrainedModel", names: Iterable[s
 
 def drop_prediction_layers(config: Any) -> None:
     """Makes the config of a loaded model say that it has no layers for multi-token prediction."""
-    if getattr(config, PREDICTION_LAYERS, 0):
-        setattr(config, PREDICTION_LAYERS, 0)
+    for entry in PREDICTION_LAYERS:
+        if getattr(config, entry, 0):
+            setattr(config, entry, 0)
 
 
 def refuse_superfluous(path: str | Path, names: Any) -> None:

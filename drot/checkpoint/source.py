@@ -41,8 +41,9 @@ READ_BY_TRANSFORMERS = re.compile(
 LARGEST_SMALL_FILE = 2**30
 #: part of a tensor's name that holds the number of its decoder layer
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
-#: the entry of a config with the number of layers for multi-token prediction
-PREDICTION_LAYERS = "num_nextn_predict_layers"
+#: the entries of a config with the number of layers for multi-token prediction; the first counts those behind
+#: the decoder layers
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 #: what the names of their tensors begin with in Qwen3-Next, Qwen3.5 and EXAONE, and in ERNIE
 PREDICTION_PREFIXES = ("mtp.", "model.mtp_")
 #: the dtypes in safetensors files that a dense weight may have
@@ -303,7 +304,7 @@ def prediction_layers(config: Any, names: Iterable[str]) -> set[str]:
     names = set(names)
     beside = {name for name in names if name.startswith(PREDICTION_PREFIXES)}
     first = getattr(config, "num_hidden_layers", None)
-    count = getattr(config, PREDICTION_LAYERS, None)
+    count = getattr(config, PREDICTION_LAYERS[0], None)
     if not isinstance(first, int) or not isinstance(count, int):
         return beside
     behind = range(first, first + count)

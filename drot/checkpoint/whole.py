@@ -13,6 +13,8 @@ from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.source import (
     CONFIG,
     INDEX,
+    PREDICTION_LAYERS,
+    PREDICTION_PREFIXES,
     SMALL_FILES,
     Header,
     read_headers,
@@ -30,13 +32,17 @@ class Whole:
     names: StoredNames
 
     def _kept(self) -> dict[str, Header]:
-        """The tensors that are no part of the language model."""
+        """The tensors that are no part of the language model, and not for multi-token prediction."""
         headers = read_headers(weight_files(self.folder))
-        return {name: each for name, each in headers.items() if not self.names.is_text(name)}
+        return {
+            name: each
+            for name, each in headers.items()
+            if not (self.names.is_text(name) or name.startswith(PREDICTION_PREFIXES))
+        }
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of the tensors that are no part of the language model."""
+        """The bytes of the tensors that `complete` copies."""
         return sum(each.nbytes for each in self._kept().values())
 
     def complete(self, out: Path, file: Path, config: Any) -> dict[str, tuple[int, int]]:
@@ -75,6 +81,7 @@ class Whole:
                 part["dtype"] = written["dtype"]
             if not config.tie_word_embeddings:
                 part["tie_word_embeddings"] = False
+            part |= {entry: 0 for entry in PREDICTION_LAYERS if part.get(entry)}
         entries.pop("quantization_config", None)
         if (entry := written.get("quantization_config")) is not None:
             entries["quantization_config"] = entry

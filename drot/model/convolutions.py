@@ -54,6 +54,7 @@ LFM2_ATTENTION = replace(
         },
     ),
     models="LFM2",
+    tied_elsewhere=True,
     mlp="feed_forward",
     activation=None,
     final_norm="model.embedding_norm",

@@ -136,6 +136,7 @@ COHERE = replace(
     layer_norm=True,
     parallel=True,
     logits_multiplier="logit_scale",
+    tied_elsewhere=True,
 )
 #: LayerNorms with a shift, an MLP without gate that is no module of its own, learned positions, and heads
 #: that share no keys. Its activation fixes the order of fc2's inputs but for permutations.

@@ -48,7 +48,7 @@ FAMILIES = {
     "internlm3": replace(LLAMA, models="InternLM3"),
     "iquestcoder": replace(LLAMA, models="IQuest-Coder"),
     # its multiplier of the embedding commutes with rotations
-    "gemma": replace(LLAMA, models="Gemma 1", norm_offset=1.0),
+    "gemma": replace(LLAMA, models="Gemma 1", norm_offset=1.0, tied_elsewhere=True),
     "seed_oss": replace(LLAMA, models="Seed-OSS", mlp_dropout="residual_dropout"),
     "granite": replace(GRANITE, models="Granite 3"),
     "granite_swa": replace(GRANITE, models="Granite Swash"),

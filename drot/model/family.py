@@ -141,6 +141,8 @@ class Family:
     residual_dropout: the attribute of a layer with the probability of such a dropout.
     linear_attention: whether the attention keeps a state instead of keys and values: it takes no positions,
         and returns its output alone.
+    tied_elsewhere: whether vLLM, SGLang and llama.cpp take the embedding for lm_head, whatever config.json
+        says.
     returns_choice: whether the attention and the layer also return the tokens that an indexer chose, which
         the next layer could read.
     untouched: modules with weights that a layer may have and that see nothing rotated.
@@ -183,6 +185,7 @@ class Family:
     residual_dropouts: tuple[str, str] | None = None
     residual_dropout: str | None = None
     linear_attention: bool = False
+    tied_elsewhere: bool = False
     returns_choice: bool = False
     untouched: tuple[str, ...] = ()
     unpruned: tuple[tuple[str, str], ...] = ()

@@ -42,7 +42,7 @@ class ModelConfig(Entries):
     model_type: str
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     hidden_size: Positive = 1
-    intermediate_size: Positive = 1
+    intermediate_size: Positive | list[Positive] = 1  # Gemma 3n has a list
     vocab_size: Positive = 1
     num_attention_heads: Positive = 1
     num_key_value_heads: Positive | None = None

@@ -61,7 +61,13 @@ class HeadShape:
 
 
 def experts_of(config: Any) -> int:
-    """The number of experts of a decoder layer; 0 without."""
+    """The number of experts of a decoder layer; 0 without.
+
+    Configs of Hunyuan's dense models were published with `num_experts`. They do not say how many a token
+    takes.
+    """
+    if getattr(config, "num_experts_per_tok", None) is None:
+        return 0
     return _first_of(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 

@@ -16,6 +16,7 @@ from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.source import gguf_file
 from drot.config import Recipe, ResolvedRecipe, resolve
+from drot.config.rotation import point_of
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
@@ -88,9 +89,18 @@ def plan(
     check_recipe(config, resolved, rotations_given=rotations_given, ranks=ranks)
     if ranks.first and not any(sparsity.ratio for sparsity in resolved.pruning.sparsities):
         logger.warning("a sparsity of 0 removes nothing: the model is rotated, and keeps all of its weights")
-    if ranks.first and (lacking := family_of(config).lacks(resolved.rotation.mode)):
+    family = family_of(config)
+    if ranks.first and (lacking := family.lacks(resolved.rotation.mode)):
         names = " and ".join(map(str.upper, lacking))
         logger.warning("%s left out: a model of type %s has no place for it", names, config.model_type)
+    unties = family.rotates_stream and config.tie_word_embeddings
+    for_all_engines = format == "dense" and point_of(resolved.rotation) == "stock"
+    if ranks.first and for_all_engines and unties and family.tied_elsewhere:
+        logger.warning(
+            "vLLM, SGLang and llama.cpp take the embedding of a model of type %s for its lm_head, which R1 "
+            "makes another matrix: there its outputs will be wrong. transformers reads both. `mode=none` "
+            "leaves them alike", config.model_type,
+        )  # fmt: skip
     return Plan(config, found, resolved)
 
 

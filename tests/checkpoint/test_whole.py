@@ -111,6 +111,25 @@ def test_pruned_and_packed(model_type, tmp_path):
     assert relative_error(logits(tmp_path / "packed", {"input_ids": tokens}), loaded[0]) < 1e-5
 
 
+def test_tensors_for_multi_token_prediction_are_left_out(tmp_path, caplog):
+    """They read the embedding and the stream, which R1 rotates. Qwen3.5 is published with them."""
+    model_type = "qwen3_5"
+    source = save_small_whole(tmp_path / "source", model_type, mtp_num_hidden_layers=1)
+    held = load_file(source / "model.safetensors")
+    more = {"mtp.fc.weight": torch.ones(32, 64), "mtp.layers.0.mlp.up_proj.weight": torch.ones(4, 32)}
+    save_file(held | more, source / "model.safetensors", {"format": "pt"})
+    prune(source, one_shot("shared", **NOTHING), out=tmp_path / "out")
+    assert "holds 2 tensors for multi-token prediction" in caplog.text
+    # the head, which R1 makes another matrix than the embedding
+    assert saved_tensors(tmp_path / "out").keys() == held.keys() | {"lm_head.weight"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 0
+    inputs = image_and_text(model_type)
+    (source / "model.safetensors").unlink()
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    assert relative_error(logits(tmp_path / "out", inputs), logits(source, inputs)) < 1e-5
+
+
 def test_bfloat16_is_kept_byte_for_byte(tmp_path):
     """Computed in fp32, saved in bf16: a NaN of the vision tower, which no product would keep, stays too."""
     source = save_small_whole(tmp_path / "source", "gemma3")

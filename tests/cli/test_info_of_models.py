@@ -66,6 +66,16 @@ def test_an_unknown_family(model_type, facts, tmp_path, capsys):
     assert facts in text
 
 
+def test_a_family_whose_layers_have_widths_of_their_own(tmp_path, capsys):
+    """Its intermediate_size is a list."""
+    model_type = "gemma3n_text"
+    folder = with_config(tmp_path, model_type, num_hidden_layers=2, intermediate_size=[8192, 8192])
+    assert "supported no" in shown(capsys, folder)
+    assert f"'{model_type}' is not supported" in refused(
+        capsys, "prune", str(folder), "--out", str(tmp_path / "o")
+    )
+
+
 def test_a_model_that_reads_images_too(tmp_path, capsys):
     text = shown(capsys, with_config(tmp_path / "known", "mistral3"))
     assert "language model of type mistral; the rest is kept as it is supported yes, like Mistral" in text

@@ -14,7 +14,7 @@ from drot.model.decoder import DecoderModel
 from drot.model.dense import LLAMA
 from drot.model.families import FAMILIES, linear_names
 from drot.model.rotation import LayerRotation
-from drot.model.sizes import Width
+from drot.model.sizes import Width, experts_of, routed_share
 
 
 @pytest.fixture
@@ -143,6 +143,12 @@ def test_a_setting_that_no_rotation_fits_is_refused(model_type, settings):
     got = re.escape(str(value))
     with pytest.raises(UserError, match=f"'{model_type}' must have {name}=.* in its config, got {got}"):
         DecoderModel(model)
+
+
+def test_a_dense_model_whose_config_counts_one_expert():
+    """Hunyuan's dense models are published with this entry."""
+    model = small_model("hunyuan_v1_dense", num_experts=1)
+    assert experts_of(model.config) == 0 and routed_share(model.config) == 1.0
 
 
 # ---- slices of fused modules -------------------------------------------------------------------------

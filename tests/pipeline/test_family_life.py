@@ -156,3 +156,21 @@ def test_a_rotation_that_is_left_out_is_told_and_recorded(family, mode, lacking,
     names = " and ".join(lacking).upper()
     assert told == [f"{names} left out: a model of type {family} has no place for it"] * bool(lacking)
     assert dict(facts(result.manifest)).get("left out", "").startswith(names)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "changes", "warned"),
+    [
+        ("gemma", "shared", {}, True),
+        ("gemma", "none", {}, False),
+        ("gemma", "layer", {}, False),  # refused by every engine
+        ("gemma", "shared", dict(tie_word_embeddings=False), False),
+        ("cohere", "shared", {}, True),
+        ("lfm2", "shared", {}, True),
+        ("llama", "shared", dict(tie_word_embeddings=True), False),
+    ],
+)
+def test_a_family_whose_head_engines_tie_is_told(family, mode, changes, warned, caplog):
+    model = small_model(family, **changes)
+    prune(model, one_shot(mode, objective="entropy", steps=1))
+    assert ("take the embedding of a model" in caplog.text) == warned
