@@ -14,6 +14,7 @@ from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.shards import save_layers
+from drot.checkpoint.source import model_folder
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.hashes import FileRecord
@@ -40,13 +41,14 @@ def convert(path: str | Path, out: str | Path, format: str) -> CheckpointManifes
 
 def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
     load_config(path)  # refuses what is no model, before a file in it is looked for
-    manifest = find_manifest(path)
+    folder = model_folder(path)
+    manifest = find_manifest(folder)
     tokenizer = None
     if has_tokenizer(path):
         tokenizer = load_tokenizer(path)
     else:  # a model that was pruned from Python with token ids has none
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
-    maps = {} if manifest is None else load_importance_maps(path)
+    maps = {} if manifest is None else load_importance_maps(folder)
     model, weights, _ = open_skeleton(path)
     weights.narrow(model)
     warn_of_rounding(path, model)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from drot.checkpoint.manifest import MANIFEST, read_manifest
+from drot.checkpoint.source import model_folder
 from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
@@ -160,12 +161,15 @@ def format_of(model: "PreTrainedModel") -> tuple[WeightFormat, bool]:
 
 
 def dense_linears_of(path: Path | str, config: Any) -> list[str]:
-    """The linears that the checkpoint `path` leaves dense when it is packed, by its manifest.
+    """The linears that the checkpoint `path`, or of this name on the hub, leaves dense when it is packed.
+
+    The manifest names them.
 
     It leaves none where the manifest names one sparsity for all linears, and without a manifest. Raises
     UserError if no linear is 2:4.
     """
-    if not (Path(path) / MANIFEST).exists():
+    folder = model_folder(path)
+    if not (folder / MANIFEST).exists():
         return []
-    pruning = read_manifest(path).recipe.pruning
+    pruning = read_manifest(folder).recipe.pruning
     return dense_linears(config, pruning) if pruning.mixed else []

@@ -1,6 +1,7 @@
 """Writing of checkpoints. A folder is complete or does not exist."""
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +11,8 @@ from drot.checkpoint.integrity import folder_records
 from drot.checkpoint.manifest import CheckpointManifest, write_manifest
 from drot.checkpoint.opening import quiet_transformers
 from drot.checkpoint.shards import save_in_shards
-from drot.core.errors import UserError
+from drot.core.checks import shortened
+from drot.core.errors import UserError, quoted
 from drot.core.files import check_writable, finish_folder, new_folder
 from drot.core.hashes import FileRecord
 
@@ -32,6 +34,29 @@ def check_output(out: Path) -> None:
         raise UserError(
             f"`out` must not be the current folder, got {out}: name a folder inside it ({out}/NAME)"
         )
+
+
+def check_saves(model: "PreTrainedModel", tokenizer: Any) -> None:
+    """Raises UserError if the small files that a run writes at its end cannot be written, with the reason.
+
+    transformers loads settings that it does not save, as an `output_attentions` of true in config.json.
+
+    tokenizer: None is not written.
+    """
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(
+            f"`tokenizer` must have a save_pretrained, which writes it to `out`; got {shortened(tokenizer)}"
+        )
+    parts = {"config": model.config, "generation config": model.generation_config, "tokenizer": tokenizer}
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+        for name, part in parts.items():
+            try:
+                if part is not None:
+                    part.save_pretrained(folder)
+            except Exception as error:
+                raise UserError(
+                    f"transformers does not save the {name} of the model: {quoted(error)}; change it"
+                ) from error
 
 
 def save_checkpoint(

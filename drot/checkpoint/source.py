@@ -109,6 +109,13 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
         return found
 
 
+def recorded_name(model: str | Path) -> str:
+    """The name of `model` for a manifest. A folder `models/llama` gets `./` in front: where it does not exist, a
+    program would read it as a name on the hub."""
+    name = str(model)
+    return f"./{name}" if HUB_NAME.fullmatch(name) and Path(name).exists() else name
+
+
 def gguf_file(model: str | Path) -> str | None:
     """The name of the GGUF file that `model` names, as in FOLDER/NAME.gguf; None for another model."""
     file = Path(model)

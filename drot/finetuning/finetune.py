@@ -32,6 +32,7 @@ from drot.checkpoint.records import FinetuneRecord
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.shards import save_layers
 from drot.checkpoint.size import check_space
+from drot.checkpoint.source import model_folder, recorded_name
 from drot.config import FinetuneConfig
 from drot.core import torchrun
 from drot.core.checks import is_a, is_callable
@@ -134,7 +135,8 @@ def _finetune(
     model_config = load_config(model)
     refuse_whole(model, "fine-tune a model that reads text alone, or prune with more recovery")
     _check_config(model_config, config)
-    manifest, maps = find_manifest(model), load_importance_maps(model)
+    files = model_folder(model)
+    manifest, maps = find_manifest(files), load_importance_maps(files)
     if tokenizer is None and (tokens is None or has_tokenizer(model)):
         tokenizer = load_tokenizer(model)
     sequences, held_out = split_text(config, tokenizer, tokens, positions_of(model_config), progress)
@@ -177,7 +179,7 @@ def _finetune(
             f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
         ) from None
     record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
-    finetuning = FinetuneRecord.model_validate({"from": str(model), **record})
+    finetuning = FinetuneRecord.model_validate({"from": recorded_name(model), **record})
     if packed:
         pack_model(trained)
     if not config.keep_adapter:

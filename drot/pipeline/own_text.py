@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,15 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drot.checkpoint.load import load, load_tokenizer
+from drot.checkpoint.manifest import MANIFEST
+from drot.checkpoint.resume import IDENTITY
 from drot.checkpoint.size import size_text
 from drot.config import ResolvedRecipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable, new_file, writing
+from drot.core.hashes import json_digest
 from drot.machine.devices import computing_dtype, free_memory, is_gpu, parse_dtype, total_memory
 from drot.machine.memory import available_memory, return_free_memory
 from drot.model.sizes import head_shape, positions_of
@@ -27,6 +31,7 @@ from drot.text.source import tokens_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
 #: sequences that are written at once, on a CPU, and at most on a GPU
 BATCH, GPU_BATCH = 32, 512
 #: share of a GPU's memory beside the weights that their keys, values and probabilities may take
@@ -34,6 +39,8 @@ CACHE_SHARE = 0.5
 SUFFIX = ".jsonl"
 #: tokens of a sequence that is written
 SEQLEN = 512
+#: the entry of the first row that says what wrote the text of a run
+WRITTEN_BY = "written_by"
 #: Tokens that are written for each that a run reads: what is tokenised again has others, mostly fewer.
 WRITTEN = 1.1
 
@@ -92,10 +99,11 @@ def write_own_text(
     dtype: str | torch.dtype,
     progress: Progress = silent,
 ) -> None:
-    """Writes the text that a run reads for the source `own`, unless `file` exists or the run reads none.
+    """Writes the text that a run reads for the source `own`, unless `file` holds it or the run reads none.
 
     The text has WRITTEN times the tokens that the run reads, also for the training of all layers together;
-    its seed is that of the calibration. A model that is named is loaded for it, and dropped.
+    its seed is that of the calibration. A model that is named is loaded for it, and dropped. The first row
+    says what wrote the text: until the run has a journal, another run could have left `file`.
 
     Raises UserError if the memory does not hold the model, and as `sample`.
 
@@ -104,9 +112,23 @@ def write_own_text(
     text = recipe.calibration
     counts = (text.nsamples, recipe.recovery.distill_nsamples)
     tokens = math.ceil(WRITTEN * sum(tokens_of(OWN, text, count) for count in counts))
-    if not tokens or file.exists():
+    if not tokens:
         return
     seqlen = min(SEQLEN, positions_of(config) or SEQLEN)
+    count = -(-tokens // seqlen)
+    written_by = {
+        "model": str(model) if isinstance(model, str | Path) else config.name_or_path,
+        "config": json_digest(json.loads(config.to_json_string(use_diff=False))),
+        "dtype": str(dtype),
+        "seed": text.seed,
+        "sequences": count,
+        "seqlen": seqlen,
+    }
+    if file.exists():
+        if any((file.parent / name).exists() for name in (IDENTITY, MANIFEST)) or _author(file) == written_by:
+            return
+        logger.warning("%s is a text of another model or of other settings: it is written again", file)
+        file.unlink()
     if loads := isinstance(model, str | Path):
         progress(ProgressEvent(phase="load"))
         dtype = computing_dtype(dtype, device)
@@ -116,7 +138,7 @@ def write_own_text(
     with writing(file):
         file.parent.mkdir(exist_ok=True)
     try:
-        _write(model.eval(), tokenizer, file, -(-tokens // seqlen), seqlen, text.seed, progress)
+        _write(model.eval(), tokenizer, file, count, seqlen, text.seed, progress, written_by)
     except torch.OutOfMemoryError:
         raise _too_little_memory(device, "") from None
     finally:
@@ -128,6 +150,15 @@ def write_own_text(
         if is_gpu(device):
             torch.get_device_module(device).empty_cache()
         return_free_memory()
+
+
+def _author(file: Path) -> Any:
+    """What the first row of a text says of what wrote it; None without."""
+    with file.open(encoding="utf-8") as rows:
+        try:
+            return json.loads(rows.readline()).get(WRITTEN_BY)
+        except (ValueError, AttributeError):
+            return None
 
 
 def _check_memory(config: Any, device: torch.device, dtype: str | torch.dtype) -> None:
@@ -154,12 +185,18 @@ def _write(
     seqlen: int,
     seed: int,
     progress: Progress,
+    written_by: dict[str, Any] | None = None,
 ) -> int:
-    """Lets the model write `count` sequences to the file `out`, and returns `count`."""
+    """Lets the model write `count` sequences to the file `out`, and returns `count`.
+
+    written_by: stands in the first row too.
+    """
+    more = {} if written_by is None else {WRITTEN_BY: written_by}
     with new_file(out) as part, part.open("w", encoding="utf-8") as file:
         for ids in _batches(model, tokenizer, count, seqlen, seed, progress):
             for text in tokenizer.batch_decode(ids, skip_special_tokens=True):
-                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"text": text, **more}, ensure_ascii=False) + "\n")
+                more = {}
     return count
 
 

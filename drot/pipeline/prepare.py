@@ -14,7 +14,7 @@ from drot.checkpoint.load import load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
-from drot.checkpoint.source import gguf_file
+from drot.checkpoint.source import gguf_file, model_folder, recorded_name
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.rotation import point_of
 from drot.core.checks import is_a, is_callable
@@ -68,7 +68,7 @@ def plan(
         config = model.config
     else:
         config = load_config(model)
-        _refuse_pruned(Path(model))
+        _refuse_pruned(model)
     check_config(config)
     resolved = resolve(
         recipe,
@@ -155,9 +155,9 @@ def prepare(
     )
     config = planned.config
     if isinstance(model, PreTrainedModel):
-        source = getattr(config, "_name_or_path", "")
+        source = recorded_name(getattr(config, "_name_or_path", ""))
     else:
-        source, tokenizer = str(model), tokenizer or load_tokenizer(model)
+        source, tokenizer = recorded_name(model), tokenizer or load_tokenizer(model)
     reader = TextReader(
         model=model, tokenizer=tokenizer, config=config, device=planned.device, dtype=dtype,
         progress=progress, ranks=ranks, own_text=own_text,
@@ -214,8 +214,9 @@ def _load(model: str | Path, dtype: str | torch.dtype, config: Any) -> tuple[Pre
     return loaded, own
 
 
-def _refuse_pruned(folder: Path) -> None:
-    if (folder / MANIFEST).exists():
+def _refuse_pruned(model: str | Path) -> None:
+    folder = model_folder(model)
+    if gguf_file(model) is None and (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if any(sparsity.ratio > 0 for sparsity in manifest.recipe.pruning.sparsities):
-            raise UserError(f"{folder} was pruned already: prune its dense original, {manifest.base_model}")
+            raise UserError(f"{model} was pruned already: prune its dense original, {manifest.base_model}")

@@ -25,7 +25,7 @@ from drot.checkpoint.resume import (
     identity_differences,
     partial_folder,
 )
-from drot.checkpoint.save import check_output
+from drot.checkpoint.save import check_output, check_saves
 from drot.checkpoint.size import check_space, weight_bytes
 from drot.config import Recipe
 from drot.core.checks import is_a
@@ -161,6 +161,8 @@ def prune(
             progress=progress if ranks.first else silent,
             ranks=ranks,
         )
+        if out is not None and not finished:
+            ranks.on_first(lambda: check_saves(prepared.context.model.model, prepared.tokenizer))
         prepared.context.watch.seconds["load"] = time.perf_counter() - started
         _check_trainings(prepared.context)
         given = None if rotations is None else read_given(prepared.context, Path(rotations))

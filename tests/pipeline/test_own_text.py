@@ -200,6 +200,29 @@ def test_a_run_that_ends_after_the_text_goes_on_with_it(made, tmp_path):
     assert "sample" not in phases and not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("changes", [dict(seed=1), dict(nsamples=5), dict(model=True), dict(damaged=True)])
+def test_a_text_of_another_run_is_written_again(made, tmp_path, caplog, changes):
+    """A run that ended before its first layer left its text, and no journal that says what run it was."""
+
+    def stop(event):
+        if event.phase == "tokenize":
+            raise KeyboardInterrupt
+
+    text = tmp_path / "out.partial" / OWN
+    with pytest.raises(KeyboardInterrupt):
+        prune(made, tmp_path / "out", progress=stop)
+    before = text.read_bytes()
+    source = made
+    if changes.pop("model", False):
+        shutil.copytree(made, source := tmp_path / "made")
+    if changes.pop("damaged", False):
+        text.write_bytes(b"[]\n" + before)
+    prune(source, tmp_path / "out", recipe(source, **changes), resume=True)
+    assert "of another model or of other settings: it is written again" in caplog.text
+    prune(source, tmp_path / "new", recipe(source, **changes))
+    assert runs.saved_bytes(tmp_path / "new") == runs.saved_bytes(tmp_path / "out")
+
+
 def test_a_loaded_model_writes_and_keeps_its_generation_config(made):
     model = load(made / "model", device="cpu")
     before = model.generation_config

@@ -14,15 +14,17 @@ from runs import (
     assert_same_weights,
     interrupted,
     named_linears,
+    one_shot,
     prune,
     recipe,
     saved_tensors,
 )
 from safetensors.torch import load_file, save_file
-from small_models import WITHOUT_EXPERTS, random_tokens, relative_error, small_model
+from small_models import WITHOUT_EXPERTS, random_tokens, relative_error, save_small_model, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.card import card
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
@@ -201,6 +203,32 @@ def test_a_recipe_that_does_not_fit_is_refused_before_the_weights_are_read(chose
     for source in (tmp_path / "config-only", model):
         with pytest.raises(UserError, match=message):
             prune(source, chosen)
+
+
+def test_what_transformers_does_not_save_is_refused_before_the_first_layer(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline_layer, "prune_layer", None)
+    model, out = small_model("llama"), tmp_path / "out"
+    with pytest.raises(UserError, match="`tokenizer` must have a save_pretrained.* got <function"):
+        prune(model, one_shot("none"), out=out, tokenizer=lambda text: {"input_ids": [1]})
+
+    def refuse(folder):
+        raise ValueError("a setting that is loaded and not saved")
+
+    monkeypatch.setattr(model.config, "save_pretrained", refuse)
+    with pytest.raises(UserError, match="does not save the config of the model: .*loaded and not saved"):
+        prune(model, one_shot("none"), out=out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_recorded_as_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_small_model(small_model("llama"), Path("models") / "llama")
+    result = prune("models/llama", one_shot("none"), out=tmp_path / "out")
+    assert result.manifest.base_model == "./models/llama"
+    monkeypatch.chdir(tmp_path / "models")
+    assert "base_model" not in card(result.manifest, "out")
+    with pytest.raises(UserError, match="there is no ./models/llama, which drot.json names"):
+        result.manifest.dense_model(None)
 
 
 def test_an_incomplete_checkpoint_is_refused(tmp_path):
