@@ -34,8 +34,12 @@ GAP = ("gap closed", "of its logarithm")
 #: columns that say where a row comes from, and not what it measures
 ORIGIN = ("date", "commit", "machine", "torch", "transformers")
 
-#: what `records` and `generate` measure
-OF_RECORDS = ("dense", "perplexity", "kl", "equal_tokens", "seconds")
+#: what `records`, `tuning` and `generate` measure
+AGREEMENT = tuple(
+    f"{figure}{place}" for figure in ("kl", "equal_tokens") for place in ("", "_first", "_last")
+)
+OF_TUNING = ("dense", "perplexity", *AGREEMENT)
+OF_RECORDS = (*OF_TUNING, "seconds")
 OF_GENERATE = ("p20_us", "median_us", "p80_us", "ratio", "tokens_per_second", "mib")
 #: point of --rotation → the weights in the rows of bench_generate.py that it has when it is packed
 POINTS = {"stock": "2:4", "light": "2:4 + blocks", "full": "2:4 + blocks + rotation"}
@@ -290,6 +294,16 @@ def records() -> str:
             shares = gap_closed(dense, median(plain, "perplexity"), found)
         values = sorted(float(row["perplexity"]) for row in seeds)
         spread = f" ({values[0]:.2f} … {values[-1]:.2f})" if len(values) > 1 else ""
+        placed = [row for row in seeds if row["kl_first"]]
+        kl, same = (
+            [
+                statistics.median(float(row[f"{figure}_{place}"]) for row in placed)
+                for place in ("first", "last")
+            ]
+            if placed
+            else []
+            for figure in ("kl", "equal_tokens")
+        )
         times = sorted(float(row["seconds"]) for row in seeds if row["seconds"])
         body.append(
             [
@@ -299,13 +313,36 @@ def records() -> str:
                 f"{found:.2f}{spread}",
                 *shares,
                 f"{median(run, 'kl'):.3f}",
+                " / ".join(f"{value:.3f}" for value in kl),
                 f"{median(run, 'equal_tokens'):.1%}",
+                " / ".join(f"{value:.1%}" for value in same),
                 f"{statistics.median(times):.0f}" if times else "",
             ]
         )
     head = ["model", "calibration", "tokens", "text", "recipe", "seeds", "dense", "perplexity"]
-    head += [*GAP, "KL", "same token", "seconds"]
+    head += [*GAP, "KL", "start / end", "same token", "start / end", "seconds"]
     return table(head, body, rows)
+
+
+def tuning() -> str:
+    """The settings of tuning.py: perplexities, and the differences to the default of the same seed."""
+    rows = read("tuning", *OF_TUNING)
+    found = {(row["setting"], row["text"], row["seed"]): row for row in rows}
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    body = []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        seeds = [seed for name, text, seed in found if (name, text) == (setting, texts[0])]
+        cells: list[object] = []
+        for text in texts:
+            pairs = [[found[name, text, seed] for name in ("default", setting)] for seed in seeds]
+            perplexity = statistics.median(float(row["perplexity"]) for _, row in pairs)
+            cells.append(f"{perplexity:.2f}")
+            for figure in ("perplexity", "kl"):
+                ratios = [float(row[figure]) / float(default[figure]) - 1 for default, row in pairs]
+                cells.append("" if setting == "default" else " ".join(f"{ratio:+.1%}" for ratio in ratios))
+        body.append([setting, len(seeds), *cells])
+    head = [cell for text in texts for cell in (text, "perplexity, each seed", "KL, each seed")]
+    return table(["setting", "seeds", *head], body, rows)
 
 
 def speeds(name: str, *functions: str) -> Callable[[], str]:
@@ -396,6 +433,7 @@ def serve() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "records": records,
+    "tuning": tuning,
     "other_text": other_text,
     "own_text": own_text,
     "optimizers": optimizers,

@@ -110,8 +110,10 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
 
 
 def recorded_name(model: str | Path) -> str:
-    """The name of `model` for a manifest. A folder `models/llama` gets `./` in front: where it does not exist, a
-    program would read it as a name on the hub."""
+    """The name of `model` for a manifest.
+
+    A folder `models/llama` gets `./` in front: where it does not exist, it would be a name on the hub.
+    """
     name = str(model)
     return f"./{name}" if HUB_NAME.fullmatch(name) and Path(name).exists() else name
 
