@@ -44,7 +44,7 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     folder = model_folder(path)
     manifest = find_manifest(folder)
     tokenizer = None
-    if has_tokenizer(path):
+    if has_tokenizer(folder):
         tokenizer = load_tokenizer(path)
     else:  # a model that was pruned from Python with token ids has none
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)

@@ -137,7 +137,7 @@ def _finetune(
     _check_config(model_config, config)
     files = model_folder(model)
     manifest, maps = find_manifest(files), load_importance_maps(files)
-    if tokenizer is None and (tokens is None or has_tokenizer(model)):
+    if tokenizer is None and (tokens is None or has_tokenizer(files)):
         tokenizer = load_tokenizer(model)
     sequences, held_out = split_text(config, tokenizer, tokens, positions_of(model_config), progress)
     progress(ProgressEvent(phase="load"))

@@ -32,6 +32,25 @@ def test_convert_of_a_model_without_a_tokenizer(tmp_path):
     assert is_packed(drot.load(out, device="cpu"))
 
 
+def test_a_checkpoint_on_the_hub_has_its_manifest(tmp_path, monkeypatch):
+    """drot.json, here in the cache, says which linears are dense, and that the model was pruned."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached = tmp_path / "cache" / "models--me--keep"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(revision := 40 * "a")
+    chosen = Recipe().replace(mode="none", method="magnitude", solve="none", target="self", keep="down_proj")
+    model, calibration = small_model("llama", head_dim=16), random_tokens(4, 40)
+    drot.prune(model, chosen, calibration=calibration, device="cpu", out=cached / "snapshots" / revision)
+    convert("me/keep", tmp_path / "packed", "packed")
+    assert read_manifest(tmp_path / "packed").recipe.pruning.keep == ("down_proj",)
+    assert is_packed(drot.load(tmp_path / "packed", device="cpu"))
+    with pytest.raises(UserError, match="me/keep was pruned already"):
+        drot.prune("me/keep", chosen, calibration=calibration, device="cpu")
+
+
 def test_convert_there_and_back(checkpoints, tmp_path, capsys):
     """Converting between dense and packed gives the tensors that prune writes in each format."""
     for source, format in (("packed", "dense"), ("dense", "packed")):
