@@ -231,7 +231,9 @@ def evaluation_figures(entry: EvaluationRecord) -> Iterator[tuple[str, str]]:
     for text, agreement in entry.agreement.items():
         yield f"next tokens as {short(entry.against or '')} on {short(text)}", f"{agreement.equal_tokens:.1%}"
     for task, value in entry.tasks.items():
-        yield f"accuracy in {short_task(task)}", finite(value, ".2%")
+        details = entry.task_details.get(task)
+        shots = f", {details.fewshot} examples" if details is not None and details.fewshot else ""
+        yield f"accuracy in {short_task(task)}{shots}", finite(value, ".2%")
 
 
 def _opens_as(manifest: CheckpointManifest) -> str:

@@ -68,4 +68,5 @@ def record(folder: str, figures: dict[str, Any]) -> None:
 def _measurement(entry: EvaluationRecord) -> Any:
     """What was measured: two entries with equal measurements differ by machine, versions or chance only."""
     texts = {name: text.sha256 for name, text in entry.texts.items()}
-    return [entry.seqlen, entry.dtype, entry.against, texts, sorted(entry.tasks)]
+    tasks = sorted((task, details.fewshot) for task, details in entry.task_details.items())
+    return [entry.seqlen, entry.dtype, entry.against, texts, sorted(entry.tasks), tasks]

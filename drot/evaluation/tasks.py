@@ -82,15 +82,17 @@ def load_tasks(names: Sequence[str]) -> Tasks:
         try:
             # get_task_dict is deprecated, but its successor TaskManager.load is not in lm_eval 0.4.11
             with _errors_only(), nullcontext() if name in OWN_TASKS else quick_hub():
-                task = get_task_dict([name], manager).get(name)
+                loaded = get_task_dict([name], manager)
         except Exception as error:  # a task is code and data of many authors, so any exception may come
             raise UserError(
                 f"cannot load lm_eval's task {name} ({quoted(error)}): it may need a network, a filled "
                 "datasets cache or a package; without them leave it out of `tasks`"
             ) from error
+        task = loaded.get(name)
         tasks[name] = task if isinstance(task, Task) else name
-        if isinstance(task, Task) and metric_of(name).partition(",")[0] not in task.aggregation():
-            raise _no_accuracy(name, task.aggregation())
+        metrics = task.aggregation() if isinstance(task, Task) else _metrics_of_groups(loaded)
+        if metric_of(name).partition(",")[0] not in metrics:
+            raise _no_accuracy(name, metrics)
     return Tasks(manager, tasks)
 
 
@@ -148,6 +150,13 @@ def averages(names: Sequence[str], accuracies: dict[str, float]) -> dict[str, fl
         for name in AVERAGED
         if name in names
     }
+
+
+def _metrics_of_groups(loaded: dict[Any, Any]) -> list[str]:
+    """The metrics that the groups of tasks among the keys of lm_eval's dict report."""
+    groups = [key.config or {} for key in loaded if not isinstance(key, str)]
+    found = [one for group in groups for one in group.get("aggregate_metric_list") or ()]
+    return [one["metric"] if isinstance(one, dict) else one.metric for one in found]
 
 
 def metric_of(task: str) -> str:

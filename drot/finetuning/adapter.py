@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from drot.config import FinetuneConfig
-from drot.model.families import family_of
+from drot.model.families import layer_families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,12 +61,13 @@ def add_adapter(model: "PreTrainedModel", config: FinetuneConfig) -> PeftModel:
 
     The matrices A and B are fp32. Unless the adapter is kept, its layers are MaskedLora.
     """
+    families = layer_families(model.config, model.config.num_hidden_layers)
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it by r
         lora_dropout=config.dropout,
-        target_modules=sorted({linear.path for linear in family_of(model.config).linears}),
+        target_modules=sorted({linear.path for family in families for linear in family.linears}),
     )
     if not config.keep_adapter:
         settings._register_custom_module({nn.Linear: MaskedLora})

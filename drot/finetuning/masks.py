@@ -32,8 +32,11 @@ def choose_full(model: "PreTrainedModel") -> None:
     model.requires_grad_(False)
     for _, linear in pruned_linears(model):
         linear.requires_grad_(True)
+    for layer in DecoderModel(model).layers:
+        for norm in (*layer.norms, *layer.post_norms):
+            norm.weight.requires_grad_(True)
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight"):  # also those of a head, and the last
             parameter.requires_grad_(True)
 
 

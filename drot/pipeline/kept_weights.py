@@ -36,9 +36,14 @@ class KeptWeights:
         self.rate = 0.0
         self._ranks = ranks
         weights = [linear.parameter for layer in layers for linear in layer.linears.values()]
-        norms = [norm.weight for layer in layers for norm in [*layer.norms, *layer.post_norms]]
+        #: weight of a norm → what the norm adds to it
+        self._offsets = {
+            norm.weight: layer.family.norm_offset
+            for layer in layers
+            for norm in [*layer.norms, *layer.post_norms]
+        }
         self._weights = set(weights)
-        self._parameters: list[nn.Parameter] = list(dict.fromkeys([*weights, *norms]))
+        self._parameters: list[nn.Parameter] = list(dict.fromkeys([*weights, *self._offsets]))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -50,7 +55,7 @@ class KeptWeights:
                     # one kernel on a GPU; on a CPU its bytes would be others
                     adam = torch.optim.Adam([master], betas=BETAS, fused=is_gpu(master.device) or None)
                     parameter.requires_grad_(True)
-                    scale = _root_mean_square(master)
+                    scale = _root_mean_square(master + self._offsets.get(parameter, 0.0))
                     hook = functools.partial(self._update, master, adam, scale)
                     hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
                 yield

@@ -91,9 +91,11 @@ class Run:
         return [name for name in names if self.importance(name)]
 
     def importance(self, linear: str) -> list[Importance]:
-        """The importance of the weights of `layers.<i>.<…>.<role>` in each basis."""
-        _, layer, *_, role = linear.split(".")
-        record = next((r.linears.get(role) for r in self.manifest.layers if r.layer == int(layer)), None)
+        """The importance of the weights of the linear, such as `layers.0.self_attn.q_proj`, in each basis."""
+        _, layer, *_ = linear.split(".")
+        linears = next((each.linears for each in self.manifest.layers if each.layer == int(layer)), {})
+        # of an expert the role is as long as `experts.0.gate_proj`
+        record = next((found for role, found in linears.items() if linear.endswith(f".{role}")), None)
         found = []
         for basis, share in zip(BASES, REMOVED_IMPORTANCE, strict=True):
             means = self.maps.get(f"{linear}.map_{basis}")

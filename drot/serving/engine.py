@@ -255,6 +255,8 @@ class Engine(BaseGenerateManager):
         if not sequential:
             take_turns(model)  # `Alone` has one thread, and a compiled step cannot wait
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        embedding: Any = model.get_input_embeddings()
+        self.vocabulary: int = embedding.weight.shape[0]
         self.alone = Alone(compiled, context)
         self.batch = None if sequential else Batch(model, cache_tokens)
         limits = [context, None if self.batch is None else self.batch.cache_tokens]
@@ -283,6 +285,12 @@ class Engine(BaseGenerateManager):
         tokens = inputs["input_ids"].shape[-1]
         if tokens == 0:
             raise HTTPException(400, "the prompt has no tokens: send a text")
+        if (largest := int(inputs["input_ids"].max())) >= self.vocabulary:
+            raise HTTPException(
+                400,
+                f"the tokenizer gives token {largest} for the prompt, and the model has {self.vocabulary} "
+                "tokens: leave out the text of that token",
+            )
         if self.context is not None:
             if tokens >= self.context:
                 raise HTTPException(

@@ -10,6 +10,17 @@ from drot.core.checks import shortened
 
 #: as many as OpenAI has
 MOST_STOPS = 4
+#: below it, logits divided by the temperature can overflow: it is taken for 0, as in vLLM
+LEAST_TEMPERATURE = 1e-5
+#: what the server itself gives a chat template
+OF_THE_SERVER = {
+    "tokenize",
+    "return_tensors",
+    "return_dict",
+    "add_generation_prompt",
+    "tools",
+    "conversation",
+}
 #: settings of a GenerationConfig that OpenAI's API lacks, under the names that vLLM and SGLang give them
 BEYOND_OPENAI = ("top_k", "min_p", "repetition_penalty")
 #: words of pydantic's messages → words that fit behind the name of a field
@@ -128,6 +139,14 @@ class Tool(Part):
 class Chat(Completion):
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leaves_the_rest_to_the_server(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if taken := sorted(OF_THE_SERVER & (value or {}).keys()):
+            raise ValueError(f"must hold no {taken[0]}, which the server gives the template itself")
+        return value
 
 
 def check_body(kind: type[Completion], body: dict[str, Any], *, seeds: bool, vocabulary: int) -> None:

@@ -34,7 +34,7 @@ from drot.checkpoint.load import load, load_tokenizer
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.serving.engine import SEED, Engine, OneEngine, stops_of
-from drot.serving.requests import BEYOND_OPENAI, Chat, Completion, check_body
+from drot.serving.requests import BEYOND_OPENAI, LEAST_TEMPERATURE, Chat, Completion, check_body
 from drot.serving.stops import before_stop
 
 #: seconds that running requests have to end when the server stops, and streams then have to say so
@@ -61,6 +61,10 @@ class _OneModel:
         check_body(self.kind, body, seeds=self.engine.batch is None, vocabulary=vocabulary)
         if body.get("tool_choice") == "none":
             body.pop("tools", None)
+        if body.get("chat_template_kwargs", {}) is None:
+            del body["chat_template_kwargs"]
+        if 0 < (body.get("temperature") or 0) < LEAST_TEMPERATURE:
+            body["temperature"] = 0.0
         known = {name: value for name, value in body.items() if name not in BEYOND_OPENAI}
         super()._validate_request(known)  # type: ignore[misc]
 

@@ -11,6 +11,7 @@ from small_models import random_text, random_tokens, save_small_model, small_mod
 
 import drot
 from drot.checkpoint.manifest import read_manifest, update_manifest
+from drot.checkpoint.tables import evaluation_figures
 from drot.cli import app as cli
 from drot.cli.evaluate import print_figures
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
@@ -20,6 +21,7 @@ from drot.evaluation import models as evaluated_models
 from drot.evaluation.evaluate import evaluate
 from drot.evaluation.models import loaded_bytes, open_model
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.evaluation.record import record
 from drot.reporting.demo import HELD_OUT, MODEL
 
 
@@ -295,6 +297,19 @@ def test_a_repeated_measurement_replaces_its_entry(own):
     entries = read_manifest(own / "rotated").evaluations
     assert [entry.seqlen for entry in entries] == [64, 128]
     assert entries[1].perplexity == figures["perplexity"]
+
+
+def test_few_shot_accuracies_do_not_replace_others(own):
+    figures = {"tasks": {"arc_easy": 0.5}, "averages": {}, "seqlen": 128, "dtype": "float32", "texts": {}}
+    figures |= {"perplexity": {}, "agreement": {}, "machine": "cpu", "against": None, "streamed": False}
+    for fewshot, accuracy in ((0, 0.5), (25, 0.6), (0, 0.5)):
+        details = {"arc_easy": {"metric": "acc", "fewshot": fewshot, "stderr": None}}
+        record(own / "rotated", figures | {"tasks": {"arc_easy": accuracy}, "task_details": details})
+    manifest = read_manifest(own / "rotated")
+    assert [entry.tasks["arc_easy"] for entry in manifest.evaluations] == [0.6, 0.5]
+    assert dict(evaluation_figures(manifest.evaluations[0])) == {
+        "accuracy in arc_easy, 25 examples": "60.00%"
+    }
 
 
 def test_a_broken_manifest_is_found_before_the_work(own, monkeypatch, capsys):

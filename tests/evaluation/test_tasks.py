@@ -159,6 +159,19 @@ def test_accuracy_of_a_group(tmp_path, monkeypatch):
     assert {name: found.accuracy for name, found in scores.items()} == {"letters": 1.0}
 
 
+def test_a_group_without_accuracy_is_refused_before_the_work(tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "import", "choices": ["self", "self self"], "answer": 0}))
+    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=data))
+    (tmp_path / "letters.yaml").write_text(
+        "group: letters\ntask: [two_letters]\naggregate_metric_list: [{metric: exact_match}]\n"
+    )
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    with pytest.raises(UserError, match="letters must report acc, but it reports exact_match"):
+        load_tasks(["letters"])
+
+
 @pytest.fixture(scope="module")
 def manager():
     # made once, because it takes seconds to read its index

@@ -9,6 +9,7 @@ from drot.core.errors import UserError
 from drot.finetuning.adapter import MaskedLora, add_adapter, merge_adapter
 from drot.finetuning.masks import KeepMask, choose_full, pruned_linears, removed_weights, round_weights
 from drot.finetuning.text import split_text
+from drot.model.decoder import DecoderModel
 
 
 def pruned_model(family="llama-biased", **options):
@@ -35,6 +36,19 @@ def test_only_lora_is_trained_and_in_fp32():
     assert all(".lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
     assert len(trained) == 2 * 7 * 3
     assert sum(isinstance(module, MaskedLora) for module in adapted.modules()) == 7 * 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid", "hyperclovax"])
+def test_all_layers_of_a_hybrid_are_trained(family):
+    """Also the linears of linear attention, of convolutions and of Mamba, and all norms by `full`."""
+    model = pruned_model(family)
+    layers = DecoderModel(model).layers
+    paths = {name for name, _ in pruned_linears(model)}
+    adapted = add_adapter(model, FinetuneConfig())
+    assert sum(isinstance(module, MaskedLora) for module in adapted.modules()) == len(paths)
+    choose_full(model := pruned_model(family))
+    layers = DecoderModel(model).layers
+    assert all(norm.weight.requires_grad for layer in layers for norm in (*layer.norms, *layer.post_norms))
 
 
 def test_forward_and_gradients_against_the_equation():

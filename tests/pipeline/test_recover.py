@@ -53,6 +53,14 @@ def test_kept_weights_and_norms_are_trained_and_nothing_else(sparsity):
     )
 
 
+def test_a_norm_that_adds_its_weight_to_one_is_trained():
+    """After a rotation its weight is 0, and the root mean square of what it multiplies by is 1."""
+    layer, stream, targets = pruned_layer(family="gemma")
+    norms = [norm.weight.zero_() for norm in layer.norms]
+    assert recover_layer(layer, stream, targets, config()).best_epoch > 0
+    assert all(bool((weight != 0).all()) for weight in norms)
+
+
 def test_the_error_is_that_of_the_held_out_sequences():
     layer, stream, targets = pruned_layer()
     record = recover_layer(layer, stream, targets, config())

@@ -8,6 +8,8 @@ import zipfile
 
 import numpy as np
 import pytest
+from runs import one_shot, prune
+from small_models import small_model
 
 import drot
 from drot.checkpoint.manifest import accept_files
@@ -101,6 +103,16 @@ def test_chosen_linears(pruned, tmp_path):
     report = drot.report(pruned["plain"], out=tmp_path / "r.html", linears=patterns)
     assert sorted(report.linears) == ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"]
     assert report.page.read_text().count('<details class="linear"') == 2
+
+
+def test_linears_of_experts(tmp_path):
+    """Those of routed and of shared experts have maps too."""
+    prune(small_model("deepseek_v3"), one_shot(down_rotation="none"), out=tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert len(run.linears) == sum(len(layer.linears) for layer in run.manifest.layers)
+    chosen = ["layers.1.mlp.experts.0.gate_proj", "layers.1.mlp.shared_experts.gate_proj"]
+    report = drot.report(tmp_path / "run", out=tmp_path / "r.html", linears=chosen)
+    assert sorted(report.linears) == chosen
 
 
 def test_many_linears_are_left_out_and_the_page_says_so(pruned, tmp_path, monkeypatch):

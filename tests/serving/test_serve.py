@@ -5,6 +5,7 @@ import concurrent.futures
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 from serve_extra import MISSING
+
+from drot.checkpoint.load import load_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
@@ -221,6 +224,34 @@ def test_settings_beyond_those_of_openai(way, path, request):
     assert answer(top_k=1) == answer(min_p=1.0) == greedy
     assert answer(temperature=0, top_k=-1, min_p=None) == greedy
     assert answer(temperature=0, repetition_penalty=0.01) != greedy
+
+
+@pytest.mark.parametrize("way", ["batched", "sequential"])
+def test_a_tiny_temperature_is_greedy_and_ends_nothing(way, request, greedy):
+    """Logits divided by it would overflow, and the error would end the thread of the batch."""
+    server = request.getfixturevalue(way)
+    assert completion(server, "import", 4, temperature=1e-40).text == greedy("import", 4)
+    assert server.engine.is_alive()
+
+
+def test_a_token_that_the_model_lacks_is_refused(served, packed, tmp_path):
+    """A tokenizer can have tokens that were added after the training, without rows of the embedding."""
+    folder = shutil.copytree(packed, tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<later>"])
+    tokenizer.save_pretrained(folder)
+    (folder / "drot.json").unlink()
+    with served.func(folder) as server:
+        status, answer = post(server, {"prompt": "x <later>", "max_tokens": 2})
+        assert status == 400 and "leave out the text of that token" in answer["error"]["message"]
+        assert completion(server, "import", 2).text and server.engine.is_alive()
+
+
+@pytest.mark.parametrize(("value", "status"), [(None, 200), ({}, 200), ({"tokenize": False}, 400), ([], 400)])
+def test_settings_of_the_chat_template(batched, value, status):
+    asked = {"messages": [{"role": "user", "content": "add"}], "max_tokens": 2, "chat_template_kwargs": value}
+    got, answer = post(batched, asked, "/v1/chat/completions")
+    assert got == status and (status == 200 or "chat_template_kwargs" in answer["error"]["message"]), answer
 
 
 @pytest.mark.parametrize("tools", ["f", [1], [{"a": 1}], [{"type": "function", "function": {"name": ""}}]])
