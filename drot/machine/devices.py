@@ -55,9 +55,18 @@ def is_gpu(device: torch.device) -> bool:
     return device.type in GPU_TYPES
 
 
+@torch.compiler.assume_constant_result
 def has_kernels(device: torch.device) -> bool:
     """Whether drot's ops run on `device`: on a CPU, and on a GPU if drot was built for it."""
-    return device.type == "cpu" or (is_gpu(device) and (device.type != "cuda" or bool(BUILD_INFO["cuda"])))
+    return _has_kernels(device)
+
+
+@functools.cache  # every MLP asks
+def _has_kernels(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return device.type == "cpu" or is_gpu(device)
+    capability = torch.cuda.get_device_capability(device) if BUILD_INFO["cuda"] else (0, 0)
+    return kernel_problem(capability, BUILD_INFO["cuda_architectures"]) is None
 
 
 def supports_graphs(device: torch.device) -> bool:

@@ -5,6 +5,8 @@ any time, and modules may be replaced behind them.
 """
 
 import contextlib
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -184,8 +186,10 @@ class DecoderLayer:
         attention, mlp: what the block returns in place of its own output.
         """
         with contextlib.ExitStack() as replaced:
+            block = module_at(self.module, self.family.attention)
+            if self.family.linear_attention and self.dtype == torch.float32:
+                replaced.enter_context(_torch_functions(block))
             if attention is not None:
-                block = module_at(self.module, self.family.attention)
                 beside = (None,) * (1 + self.family.returns_choice)
                 returned = attention if self.family.linear_attention else lambda: (attention(), *beside)
                 replaced.enter_context(_returning(block, returned))
@@ -324,6 +328,21 @@ class DecoderLayer:
             check_down_block(size, width := self.shape_of(linear.spec)[1])
             blocks[linear.spec.path.rpartition(".")[0]] += width // size
         return add_down_rotation(self.module, self.family, blocks, size, dtype=self.dtype, device=self.device)
+
+
+@contextlib.contextmanager
+def _torch_functions(module: nn.Module) -> Iterator[None]:
+    """A context in which the code of `module` calls its functions of torch.
+
+    transformers replaces them by those of the package fla where it is installed, which refuse fp32.
+    """
+    names = vars(sys.modules[type(module).__module__])
+    wrapped = {name: value for name, value in names.items() if name.startswith("torch_") and callable(value)}
+    names.update({name: inspect.unwrap(value) for name, value in wrapped.items()})
+    try:
+        yield
+    finally:
+        names.update(wrapped)
 
 
 @contextlib.contextmanager

@@ -101,3 +101,16 @@ def test_a_build_without_cuda_warns_once(monkeypatch, caplog):
         "A GPU has compute capability 9.0, but drot was built without CUDA: rebuild it with "
         "`TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation .`"
     ]
+
+
+def test_ops_run_on_the_gpus_of_the_build_alone(monkeypatch):
+    """On others a dense model with R3 takes torch's functions."""
+    monkeypatch.setitem(devices.BUILD_INFO, "cuda", "13.0")
+    monkeypatch.setitem(devices.BUILD_INFO, "cuda_architectures", "9.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9 - device.index, 0))
+    devices._has_kernels.cache_clear()
+    try:
+        assert [devices.has_kernels(torch.device("cuda", index)) for index in (0, 1)] == [True, False]
+        assert devices.has_kernels(torch.device("cpu"))
+    finally:
+        devices._has_kernels.cache_clear()

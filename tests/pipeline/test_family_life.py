@@ -1,6 +1,9 @@
 """The whole life of a model of each kind of family: pruned, cut off and resumed, converted, opened, shown."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +132,45 @@ def test_dropout_is_that_of_the_stock_layer(family, entry):
         logits.append(model.train()(TOKENS[:2]).logits)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(dense.eval()(TOKENS[:2]).logits, logits[0], atol=0.1)
+
+
+# ---- packages whose kernels transformers takes in place of torch's functions -------------------------
+
+#: fla asserts this dtype too
+FLA = """
+def chunk_gated_delta_rule(q, k, v, g, beta, **others):
+    assert q.dtype.itemsize == 2, "only 16 bits"
+    return v, None
+"""
+PRUNES = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+from runs import one_shot, prune
+from small_models import small_model
+from transformers.models.qwen3_next import modeling_qwen3_next as code
+
+before = code.torch_chunk_gated_delta_rule
+model = small_model("qwen3_next")
+prune(model, one_shot(token_weights="equal", down_rotation="none"))
+assert code.torch_chunk_gated_delta_rule is before
+try:
+    model(model.dummy_inputs["input_ids"])
+except AssertionError as error:
+    print(error)
+"""
+
+
+def test_layers_in_fp32_do_without_the_kernels_of_fla(tmp_path):
+    """The check of the rotation computes each layer in fp32, also where the model has 16 bits."""
+    (tmp_path / "fla" / "ops").mkdir(parents=True)
+    (tmp_path / "fla" / "__init__.py").touch()
+    (tmp_path / "fla" / "ops" / "__init__.py").touch()
+    (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text(FLA)
+    command = [sys.executable, "-c", PRUNES, str(tmp_path), str(Path(__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if done.stdout != "only 16 bits\n":
+        pytest.skip("the installed transformers does not take the function from fla")
 
 
 # ---- what a family has no place for ------------------------------------------------------------------
