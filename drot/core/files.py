@@ -97,8 +97,8 @@ def new_folder(out: Path, scratch: Path | None = None) -> Iterator[Path]:
 def remove_leftovers(out: Path) -> None:
     """Removes the temporary folders that killed runs left beside `out`, and names them in a warning.
 
-    The caller has locked `out`, so that no run fills one of them. A folder with anything else than the folder
-    that `new_folder` made is left alone.
+    The caller has locked `out`, so that no run fills one of them. A run fills a folder named like `out` in
+    its temporary folder, as `new_folder` does; one with anything else is left alone.
     """
     left = re.compile(re.escape(out.name) + r"\.[a-z0-9_]{8}\.part")
     for folder in [path for path in out.parent.iterdir() if left.fullmatch(path.name)]:

@@ -115,11 +115,13 @@ def export_artifact(
     # the hashes are compared before `part` gets the name `out`
     with locked(out), new_file(out) as part:
         with (
-            tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as spool,
+            tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as temporary,
             verified_while_loading(folder),
             Writer(part) as writer,
         ):
-            given = _rotations_of(manifest, rotations, source, stored, bases, Path(spool))
+            spool = Path(temporary) / out.name  # the name by which `remove_leftovers` knows it
+            spool.mkdir()
+            given = _rotations_of(manifest, rotations, source, stored, bases, spool)
             for file, path in files.items():
                 if file in headers:
                     writer.add(f"headers/{file}", headers[file])
