@@ -18,6 +18,8 @@ from drot.core.reading import Entries, check_schema, read_json
 
 #: what is wrong with a file that drot has not written, and that a model is loaded from
 EXTRA = "is extra"
+#: what `drot report` writes into the folder unless it is told another file; no hash of it is recorded
+REPORT = "report.html"
 #: the files from which transformers loads the weights of a folder
 WEIGHTS = re.compile(r"(adapter_)?model[^/]*\.safetensors(\.index\.json)?")
 
@@ -62,8 +64,14 @@ def folder_records(
 
 
 def files_in(folder: Path) -> set[str]:
-    """The paths of all files below `folder`, relative to it."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    """The paths of the files of a checkpoint: of all below `folder`, relative to it.
+
+    The report and what lies in hidden folders, such as .git and the hub's .cache, are no part of it: programs
+    change them at any time.
+    """
+    paths = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    hidden = {path for path in paths if any(part.startswith(".") for part in path.parent.parts)}
+    return {path.as_posix() for path in paths - hidden} - {REPORT}
 
 
 def compare(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:

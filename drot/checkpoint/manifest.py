@@ -229,7 +229,7 @@ def update_manifest(
 
 
 def accept_files(folder: Path | str) -> CheckpointManifest:
-    """Records the hashes of all files of a checkpoint as they are now; returns the manifest.
+    """Records the hashes of all files of a checkpoint (`files_in`) as they are now; returns the manifest.
 
     For a checkpoint that was changed on purpose. Raises UserError if it holds no readable manifest.
     """

@@ -9,9 +9,6 @@ from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal
 from drot.core.hashes import DIGEST, FileRecord, digest_fits
 from drot.core.reading import read_json
 
-#: what `drot report` writes into the folder unless it is told another file; no hash of it is recorded
-REPORT = "report.html"
-
 
 @dataclass(frozen=True)
 class Verification:
@@ -64,5 +61,5 @@ def _verification(
     """own: the files that hold the hashes. damaged: what is wrong with those."""
     damaged = damaged | compare(folder, files)
     known = {*files, *own}
-    unknown = files_in(folder) - known - set(damaged) - {REPORT}
+    unknown = files_in(folder) - known - set(damaged)
     return Verification(sorted(known), damaged, sorted(unknown))

@@ -8,8 +8,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from drot.checkpoint.integrity import REPORT
 from drot.checkpoint.tables import short
-from drot.checkpoint.verify import REPORT
 from drot.config import matches
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent

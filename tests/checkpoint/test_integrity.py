@@ -178,6 +178,22 @@ def test_files_that_are_often_edited_are_reported_and_do_not_hinder_a_load(copy,
     ]
 
 
+def test_the_report_and_hidden_folders_are_not_recorded(copy, capsys):
+    """drot report writes its page anew, and git and the hub's cache change their own folders."""
+    before = read_manifest(copy).files
+    (copy / "report.html").write_text("as drot report writes it")
+    for name in (".git/index", ".cache/huggingface/download/config.json.metadata", "figures/.state/a"):
+        (copy / name).parent.mkdir(parents=True)
+        (copy / name).write_text("1")
+    for name in (".gitattributes", "figures/a.svg"):
+        (copy / name).write_text("1")
+    assert cli.run(["info", str(copy), "--accept"]) == 0
+    assert read_manifest(copy).files.keys() == before.keys() | {".gitattributes", "figures/a.svg"}
+    (copy / "report.html").write_text("of other linears")
+    (copy / ".git" / "index").write_text("2")
+    assert verify(capsys, copy)[::2] == (0, "")
+
+
 def test_a_manifest_that_was_edited(copy, capsys, caplog):
     file = copy / "drot.json"
     text = file.read_text()
