@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from drot.checkpoint.shards import save_shard
 from drot.core.errors import UserError
-from drot.core.files import new_file, write_json, writing
+from drot.core.files import beside, new_file, write_json, writing
 from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
 from drot.core.reading import read_json
 from drot.machine.ranks import ALONE, Ranks
@@ -37,7 +37,7 @@ DISTILLED = "distilled"
 
 def partial_folder(out: Path) -> Path:
     """The folder of the finished layers of an unfinished run that writes to `out`."""
-    return out.with_name(out.name + ".partial")
+    return beside(out, ".partial")
 
 
 def check_unfinished(out: Path, *, resume: bool) -> None:

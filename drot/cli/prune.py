@@ -213,7 +213,9 @@ def told_how_to_go_on(out: Path) -> Iterator[None]:
 
 def next_commands(model: str, out: Path, manifest: "Manifest") -> Iterator[tuple[str, str]]:
     """The commands that judge the checkpoint, and the one that makes it smaller; and what each is for."""
-    folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
+    from drot.core.files import beside
+
+    folder, packed = shlex.quote(str(out)), shlex.quote(str(beside(out, "-packed")))
     yield f"drot eval {folder} --against {shlex.quote(model)}", "what the pruning cost, on wikitext2"
     yield f"drot report {folder}", "charts of the run, and what is unusual"
     pruning = manifest.recipe.pruning

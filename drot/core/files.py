@@ -139,6 +139,12 @@ def finish_folder(folder: Path) -> None:
     sync(folder)
 
 
+def beside(out: Path, suffix: str) -> Path:
+    """The path beside `out` with its name and `suffix`, also of `.` and `..`, which say no name."""
+    named = out if out.name not in ("", "..") else Path(os.path.abspath(out))
+    return named.with_name(named.name + suffix)
+
+
 def check_name(file: Path) -> None:
     """Raises UserError if the name of a file or folder to write is too long."""
     if (length := len(os.fsencode(file.name))) > LONGEST_NAME:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drot.core.errors import UserError
-from drot.core.files import remove_leftovers, writing
+from drot.core.files import beside, remove_leftovers, writing
 
 logger = logging.getLogger("drot")
 
@@ -23,7 +23,7 @@ NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 
 def lock_file(out: Path) -> Path:
     """The file that is locked while a run writes to `out`."""
-    return out.with_name(out.name + ".lock")
+    return beside(out, ".lock")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from small_models import small_model
@@ -42,6 +43,13 @@ def test_a_second_run_is_refused_before_its_model_is_loaded(tmp_path):
     assert not lock_file(out).exists()
     with locked(out):
         assert lock_file(out).exists()
+
+
+def test_what_lies_beside_the_current_folder_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert lock_file(Path(".")) == tmp_path.with_name(f"{tmp_path.name}.lock")
+    assert lock_file(Path("..")) == tmp_path.parent.with_name(f"{tmp_path.parent.name}.lock")
+    assert (lock_file(Path("a")), lock_file(Path("../a"))) == (Path("a.lock"), Path("../a.lock"))
 
 
 def test_the_lock_is_released_after_an_error(tmp_path):

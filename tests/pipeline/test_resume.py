@@ -22,6 +22,7 @@ from drot.core import hashes
 from drot.core.errors import UserError
 from drot.core.files import WriteError
 from drot.core.hashes import file_record, weights_record
+from drot.core.lock import locked
 
 pytestmark = pytest.mark.slow
 
@@ -431,6 +432,27 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
         prune(out, format="packed", resume=True, save_rotations_to=tmp_path / "other")
     with pytest.raises(UserError, match="exists and is not an empty folder"):
         prune(out, format="packed")
+
+
+@pytest.mark.parametrize("inside", [".", ".."])
+def test_a_finished_run_may_be_named_from_inside(tmp_path, monkeypatch, inside):
+    """The lock and the unfinished run lie beside the folder, whose name does not stand in `.` and `..`."""
+    out = tmp_path / "out"
+    prune(out)
+    (out / "sub").mkdir()
+    monkeypatch.chdir(out if inside == "." else out / "sub")
+    assert prune(inside, resume=True).finished_before
+    with locked(out), pytest.raises(UserError, match="another run writes to"):
+        prune(inside, resume=True)
+    with pytest.raises(UserError, match="lies in the folder of the unfinished run"):
+        prune(inside, resume=True, save_rotations_to=tmp_path / "out.partial" / "r.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_current_folder_is_refused_by_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["prune", "m", "--out", ".", "--resume"]) == 2
+    assert capsys.readouterr().err.startswith("drot: --out must not be the current folder, got .: ")
 
 
 def test_a_run_killed_after_its_last_step_is_finished(tmp_path, monkeypatch):
