@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Json, RootModel
 from safetensors import safe_open
 
 from drot.checkpoint.shards import save_shard
 from drot.core.errors import UserError
 from drot.core.files import beside, new_file, write_json, writing
 from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
-from drot.core.reading import read_json
+from drot.core.reading import check_schema, read_json
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import background_thread, copied_home, in_main_memory
 
@@ -28,11 +29,25 @@ logger = logging.getLogger("drot")
 IDENTITY = "run.json"
 #: the text that the model wrote for the calibration, in that folder and in the checkpoint
 OWN_TEXT = "own_text.jsonl"
-#: part -> the hash and the size of its file, the machine that computed it, and its record
+#: part -> its entry (`Part`)
 JOURNAL = "parts.json"
 LAYER = "layer_"
 #: the part with the record of a training of all layers, and the beginning of the names of its layers
 DISTILLED = "distilled"
+
+
+class Part(FileRecord):
+    """The entry of a part in the journal, with the hash and the size of its file.
+
+    machine: that computed it; None if that is not known. record: what the part holds beside tensors, as JSON.
+    """
+
+    machine: dict[str, Any] | None
+    record: Json[Any]
+
+
+class Journal(RootModel[dict[str, Part]]):
+    """The content of parts.json without its digest."""
 
 
 def partial_folder(out: Path) -> Path:
@@ -58,7 +73,7 @@ def check_unfinished(out: Path, *, resume: bool) -> None:
 
 def finished_layers(out: Path) -> int:
     """How many layers of the unfinished run that writes to `out` are finished."""
-    parts = read_journal(partial_folder(out) / JOURNAL) or {}
+    parts = read_parts(partial_folder(out)) or {}
     return sum(part.removeprefix(LAYER).isdigit() for part in parts)
 
 
@@ -94,6 +109,17 @@ def read_journal(file: Path) -> dict[str, Any] | None:
     if not digest_fits(data):
         return None
     return {key: value for key, value in data.items() if key != DIGEST}
+
+
+def read_parts(folder: Path) -> dict[str, Any] | None:
+    """The journal of the unfinished run in `folder`: part -> its entry; None as `read_journal`.
+
+    Raises UserError for an entry that is not one of a part, though the digest fits.
+    """
+    parts = read_journal(file := folder / JOURNAL)
+    if parts is not None:
+        check_schema(Journal, parts, str(file))
+    return parts
 
 
 #: fields of an identity that hold a hash → what the hash is of
@@ -193,7 +219,7 @@ class RunState:
             )
         for temporary in self.folder.glob("*.part"):  # of a process that was killed while it wrote
             shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
-        parts = read_journal(self.folder / JOURNAL)
+        parts = read_parts(self.folder)
         if parts is None and any(self.folder.glob("*.safetensors")):
             logger.warning(
                 "%s is missing or damaged: the parts of the unfinished run cannot be checked and are "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from drot.checkpoint.integrity import compare, files_in, recorded_files
 from drot.checkpoint.manifest import MANIFEST, read_any_manifest
-from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal
+from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal, read_parts
 from drot.core.hashes import DIGEST, FileRecord, digest_fits
 from drot.core.reading import read_json
 
@@ -47,7 +47,7 @@ def _unfinished_run(folder: Path) -> Verification:
         for name in (IDENTITY, JOURNAL)
         if read_journal(folder / name) is None
     }
-    parts = read_journal(folder / JOURNAL) or {}
+    parts = read_parts(folder) or {}
     files: dict[str, FileRecord] = {
         f"{name}.safetensors": FileRecord(sha256=part["sha256"], bytes=part["bytes"])
         for name, part in parts.items()
