@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 AnyManifest = TypeVar("AnyManifest", bound=CheckpointManifest | None)
 
 
-def check_output(out: Path) -> None:
+def check_output(out: Path, *, dry_run: bool = False) -> None:
     """Raises UserError if `out` holds files already, and as `check_writable` does."""
-    check_writable(out)
+    check_writable(out, dry_run=dry_run)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: name another `out` or remove it")
     if out.is_symlink() or os.path.ismount(out):  # save_checkpoint could not rename a folder to it

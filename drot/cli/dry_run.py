@@ -38,9 +38,9 @@ def show_needs(
     from drot.pipeline.rotation_files import check_rotations_output
 
     if out is not None and not resume:
-        check_output(out)
+        check_output(out, dry_run=True)
     if save_rotations_to is not None:
-        check_rotations_output(save_rotations_to, recipe, out, resume=resume)
+        check_rotations_output(save_rotations_to, recipe, out, resume=resume, dry_run=True)
     with working():
         needs = run_needs(model, recipe, **options)
     if as_json:

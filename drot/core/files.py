@@ -154,15 +154,21 @@ def check_name(file: Path) -> None:
         )
 
 
-def check_writable(file: Path) -> None:
+def check_writable(file: Path, *, dry_run: bool = False) -> None:
     """Creates the parent folder of a file or folder to write.
 
     Raises UserError if nothing can be written there, and as `check_name` does.
+
+    dry_run: whether to create nothing, and to look at the folder in which the first one would be created.
     """
     check_name(file)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=file.parent):
+        folder = file.parent
+        if dry_run:
+            folder = next(parent for parent in file.absolute().parents if parent.exists())
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}: {file.parent}") from None

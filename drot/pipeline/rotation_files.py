@@ -90,10 +90,13 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
     return GivenRotations(rotations, entry)
 
 
-def check_rotations_output(file: Path, recipe: Recipe, out: Path | None, *, resume: bool) -> None:
+def check_rotations_output(
+    file: Path, recipe: Recipe, out: Path | None, *, resume: bool, dry_run: bool = False
+) -> None:
     """Raises UserError if the rotations of a run cannot be written to `file`.
 
     resume: whether the run may be a resumed run, which may have written `file` already.
+    dry_run: as for `check_writable`.
     """
     if recipe.rotation.mode == "none":
         raise UserError(
@@ -107,7 +110,7 @@ def check_rotations_output(file: Path, recipe: Recipe, out: Path | None, *, resu
         raise UserError(f"{file} lies in the folder of the unfinished run: name another `save_rotations_to`")
     inside = path_inside(file, out)
     if inside is None:
-        check_writable(file)
+        check_writable(file, dry_run=dry_run)
     elif inside.suffix != ".safetensors" or inside.name.startswith("model"):
         raise UserError(
             f"`save_rotations_to` inside `out` must be a .safetensors file whose name does not begin with "

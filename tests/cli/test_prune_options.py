@@ -243,6 +243,22 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path, capsys):
     assert "got 'missing.txt', which is no such name and no file" in one_line(capsys.readouterr().err)
 
 
+def test_a_dry_run_makes_no_folders(tmp_path, capsys):
+    """It says whether the run could make them all the same."""
+    options = ["--calibration", str(HELD_OUT), "--device", "cpu", "--steps", "1", "--dry-run"]
+    command = ["prune", str(MODEL), *options, "--out", str(tmp_path / "a" / "b" / "out")]
+    assert cli.run([*command, "--save-rotations", str(tmp_path / "c" / "d" / "r.safetensors")]) == 0
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    for option in ("--out", "--save-rotations"):
+        for name, reason in (("file", "Not a directory"), ("x" * 300, "File name too long")):
+            capsys.readouterr()
+            place = tmp_path / name / "a" / "b"
+            assert cli.run(["prune", str(MODEL), *options, option, str(place)]) == 2
+            assert f"cannot write {place}: {reason}" in one_line(capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_dry_run_counts_the_tokens_of_a_local_text(tmp_path, capsys):
     """A text on the hub is not fetched, and may be shorter than what is asked for."""
     tokens = len(
