@@ -3,12 +3,17 @@
 import shutil
 from pathlib import Path
 
+from drot.checkpoint.integrity import is_loaded
 from drot.core.errors import UserError
 
 
 def weight_bytes(folder: str | Path) -> int | None:
-    """The bytes of the safetensors files in `folder`; None if it is no local folder, or has none."""
-    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
+    """The bytes of the safetensors files in `folder` from which a model is loaded.
+
+    None if it is no local folder, or has none.
+    """
+    files = (file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name))
+    return sum(file.stat().st_size for file in files) or None
 
 
 def size_text(count: float) -> str:

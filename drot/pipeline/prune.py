@@ -26,7 +26,7 @@ from drot.checkpoint.resume import (
     partial_folder,
 )
 from drot.checkpoint.save import check_output, check_saves
-from drot.checkpoint.size import check_space, weight_bytes
+from drot.checkpoint.size import check_space
 from drot.config import Recipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
@@ -284,7 +284,12 @@ def _open_state(
         checkpoint += whole.kept_bytes
     if rotations_out is not None and same_disk(rotations_out, out):
         beside += 2 * rotations_file_bytes(sizes, context.recipe.rotation)  # twice while it is written
-    context.ranks.on_first(lambda: check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0))
+
+    def check() -> None:
+        written = sum(file.stat().st_size for file in state.folder.glob("*.safetensors"))
+        check_space(out, checkpoint, beside, written)
+
+    context.ranks.on_first(check)
     return state
 
 

@@ -125,6 +125,14 @@ def test_sizes_have_units():
     assert weight_bytes("some-org/some-model") is None
 
 
+def test_files_beside_the_weights_are_no_part_of_their_size(tmp_path):
+    """The rotations of `save_rotations_to` in the folder, and other weights, as Mistral publishes."""
+    prune(chosen=recipe(), out=tmp_path / "out", save_rotations_to=tmp_path / "out" / "rotations.safetensors")
+    (tmp_path / "out" / "consolidated.safetensors").write_bytes(bytes(1000))
+    weights = sum(file.stat().st_size for file in (tmp_path / "out").glob("model-*.safetensors"))
+    assert weight_bytes(tmp_path / "out") == weights > 0
+
+
 def test_a_result_is_shown_in_one_line(tmp_path):
     result = prune(small_model("llama", dtype=torch.bfloat16), recipe(), out=tmp_path / "o")
     assert repr(result) == f"PruneResult(out={tmp_path / 'o'!r}, finished_before=False)"
