@@ -11,14 +11,15 @@ from drot.machine.finite import is_finite
 
 @torch.no_grad()
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype, field: str = "dtype") -> None:
-    """Rounds every parameter to `dtype`, in place, and sets the config's `dtype`.
+    """Rounds every parameter in memory to `dtype`, in place, and sets the config's `dtype`.
 
     Buffers, such as the frequencies of RoPE, keep their dtype. Raises UserError as `rounded` does.
 
     field: the argument that chose `dtype`, for the error message.
     """
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
+        # on `meta` lies what is copied from the files, such as a projector that nothing rotates
+        if parameter.is_floating_point() and not parameter.is_meta:
             parameter.data = rounded(name, parameter.data, dtype, field)
     model.config.dtype = dtype
 

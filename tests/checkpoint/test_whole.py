@@ -146,6 +146,17 @@ def test_bfloat16_is_kept_byte_for_byte(tmp_path):
     ]
 
 
+def test_a_projector_that_nothing_rotates_is_never_read(tmp_path):
+    """Computed in fp32 and saved in bf16, as a model in bf16 is on a CPU."""
+    source = save_small_whole(tmp_path / "source", "mistral3")
+    prune(source, one_shot("none"), out=tmp_path / "out", save_dtype="bfloat16")
+    before, after = raw(source), raw(tmp_path / "out")
+    assert all(before[name] == after[name] for name in beside(before))
+    assert {str(dtype) for name, (dtype, _, _) in after.items() if name not in beside(after)} == {
+        "torch.bfloat16"
+    }
+
+
 def test_old_names_and_shards_are_read(tmp_path):
     """Files of other versions of transformers: the same model under other names gives the same bytes."""
     source = save_small_whole(tmp_path / "source", "mistral3")
