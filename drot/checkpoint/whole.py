@@ -1,13 +1,17 @@
 """A checkpoint that reads images too, with a pruned language model in place of its own."""
 
 import json
+import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.source import (
@@ -22,6 +26,24 @@ from drot.checkpoint.source import (
 )
 from drot.checkpoint.stored_config import restored, write_stored_form
 from drot.model.whole import StoredNames
+
+
+def kept_bytes(
+    tensors: Mapping[str, Header | Tensor], names: StoredNames, rotated: torch.dtype | None
+) -> int:
+    """The bytes that a checkpoint has beside its language model, in a model that reads images too.
+
+    tensors: of the model before the run, by the `names` in its files.
+    rotated: the dtype in which the linears are saved that write images into a rotated stream; None without a
+        rotation, which leaves them as they are.
+    """
+    return sum(
+        each.nbytes
+        if rotated is None or names.own(name) is None
+        else math.prod(each.shape) * rotated.itemsize
+        for name, each in tensors.items()
+        if not names.is_text(name)
+    )
 
 
 @dataclass(frozen=True)
@@ -40,10 +62,9 @@ class Whole:
             if not (self.names.is_text(name) or name.startswith(PREDICTION_PREFIXES))
         }
 
-    @property
-    def kept_bytes(self) -> int:
-        """The bytes of the tensors that `complete` copies."""
-        return sum(each.nbytes for each in self._kept().values())
+    def kept_bytes(self, rotated: torch.dtype | None) -> int:
+        """As the function, of the tensors that `complete` writes beside the language model."""
+        return kept_bytes(self._kept(), self.names, rotated)
 
     def complete(self, out: Path, file: Path, config: Any) -> dict[str, tuple[int, int]]:
         """Makes `out`, where the language model is written, the checkpoint of the whole model.

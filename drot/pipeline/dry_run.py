@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from drot.checkpoint.load import load_tokenizer
+from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transformers
 from drot.checkpoint.records import PlaceOfStates
 from drot.checkpoint.size import size_text
 from drot.checkpoint.source import gguf_file
+from drot.checkpoint.whole import kept_bytes
 from drot.config import Recipe, ResolvedRecipe
 from drot.core.errors import UserError
 from drot.core.torchrun import rank
@@ -22,6 +24,7 @@ from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu, pi
 from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
 from drot.model.decoder import DecoderModel
+from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.memory import device_memory, distillation_memory, main_memory, state_bytes, training_memory
 from drot.pipeline.prepare import parsed_dtype, plan
@@ -128,6 +131,8 @@ def run_needs(
     if tokens_of(OWN, text, nsamples):
         on_device = max(on_device, sizes.weights * chosen.itemsize)
     from_gguf = not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
+    if not (isinstance(model, PreTrainedModel) or from_gguf):
+        checkpoint += _image_bytes(model, saved if resolved.rotation.mode != "none" else None)
     given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf}
     given["ranks"] = Ranks(size=gpus)
     place = place_of_states(of_rank, resolved, chosen, first, **given)
@@ -158,6 +163,17 @@ def run_needs(
         work=work,
         seconds=seconds / (gpus if is_gpu(first) else 1),  # ranks on a CPU share it
     )
+
+
+def _image_bytes(model: str | Path, rotated: torch.dtype | None) -> int:
+    """`kept_bytes` of a model by its config; 0 if it reads text alone."""
+    config = load_whole_config(model)
+    if config.model_type not in WHOLE_MODELS:
+        return 0
+    with silent_transformers(NO_MODEL.format(str(model)), config.to_dict()), torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    tensors = whole.state_dict()
+    return kept_bytes(tensors, stored_names(tensors, language_config(config).model_type), rotated)
 
 
 def _dtype(dtype: str | torch.dtype, own: torch.dtype) -> torch.dtype:

@@ -281,7 +281,7 @@ def _open_state(
     sizes = sizes_of(context.model, *context.tokens.shape)
     checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
     if (whole := getattr(context.model.model, "drot_whole", None)) is not None:
-        checkpoint += whole.kept_bytes
+        checkpoint += whole.kept_bytes(context.save_dtype if context.rotates else None)
     if rotations_out is not None and same_disk(rotations_out, out):
         beside += 2 * rotations_file_bytes(sizes, context.recipe.rotation)  # twice while it is written
 

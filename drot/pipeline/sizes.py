@@ -13,6 +13,7 @@ from drot.config import ResolvedRecipe
 from drot.model.decoder import DecoderModel
 from drot.model.family import InputGroup
 from drot.model.sizes import HeadShape, routed_share
+from drot.model.whole import WRITERS
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Sizes:
     shapes_in: for each layer, name of a linear → its (out, in) there.
     names: for each layer, name of a linear → its full name.
     layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
-        model without its layers.
+        model without its layers. What writes images into the stream does not count.
     head: numbers in lm_head. tied_head: the same if it is tied to the embedding; otherwise 0.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     routed: the share of the tokens that an expert reads, on average.
@@ -109,7 +110,8 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         for name, shape in shapes_in[-1].items():
             shapes[name] = max(shapes.get(name, (0, 0)), shape, key=math.prod)
     of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
-    weights = sum(parameter.numel() for parameter in model.model.parameters())
+    named = model.model.named_parameters()
+    weights = sum(parameter.numel() for name, parameter in named if not name.startswith(f"{WRITERS}."))
     return Sizes(
         groups=list(groups.values()),
         shapes=shapes,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from runs import TOKENS, interrupted, one_shot, prune
-from small_models import save_small_model, small_model
+from small_models import is_available, save_small_model, small_model
+from small_whole import WHOLE, save_small_whole
 
 import drot
 from drot.checkpoint.size import size_text, weight_bytes
@@ -70,6 +71,18 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
     headers = sum(len(header_bytes(file)) for file in out.glob("*.safetensors"))
     assert 0 <= weight_bytes(out) - headers - checkpoint < 500
     assert 0 <= sum(sizes) - beside < 30_000 and before == 0
+
+
+@pytest.mark.parametrize("model_type", [name for name, (text, _) in WHOLE.items() if is_available(text)])
+@pytest.mark.parametrize("mode", ["none", "layer"])
+def test_what_reads_images_counts_too(needs, tmp_path, model_type, mode):
+    """In its own dtype, but for the linears that write images into the stream, which R1 rotates."""
+    source, out = save_small_whole(tmp_path / "source", model_type), tmp_path / "out"
+    prune(source, recipe(mode), out=out, save_dtype="bfloat16")
+    ((checkpoint, _, _),) = needs
+    headers = sum(len(header_bytes(file)) for file in out.glob("*.safetensors"))
+    assert 0 <= weight_bytes(out) - headers - checkpoint < 500
+    assert run_needs(source, recipe(mode), device="cpu", save_dtype="bfloat16").checkpoint == checkpoint
 
 
 def test_a_resumed_run_needs_less(needs, tmp_path):
