@@ -37,7 +37,8 @@ def load_further(
     """
     sources, shares = zip(*texts_of(settings.source), strict=True)
     known = {piece for row in _pieces(calibration, 1) for piece in row}
-    behind = counts_of(list(shares), len(calibration))
+    # what the calibration asked for: a text that gave it fewer sequences was read to its end
+    behind = counts_of(list(shares), settings.nsamples)
     counts = counts_of(list(shares), nsamples, "distill_nsamples")
     parts = []
     for source, count, before in zip(sources, counts, behind, strict=True):

@@ -46,8 +46,8 @@ def load_calibration(
 
     progress: receives the events of `read_text` and `tokenize`.
     own: the .jsonl file that is read for the source `own`.
-    behind: how many sequences of each text were drawn before. As much more of the text is then read, and a
-        text that is too short gives fewer sequences without a warning or an error.
+    behind: how many sequences of each text were asked for before. As much more of the text is then read, and
+        a text that is too short gives fewer sequences without a warning or an error.
     """
     sources, shares = zip(*texts_of(settings.source), strict=True)
     counts = counts_of(list(shares), settings.nsamples)

@@ -73,6 +73,30 @@ def test_several_texts_keep_their_shares(tmp_path):
     assert all(shared(one, other) < 24 for one in further for other in calibration)
 
 
+def test_a_text_that_is_too_short_for_its_share_leaves_the_others_theirs(tmp_path):
+    (tmp_path / "long.txt").write_text(" ".join(map(str, range(20_000))))
+    (tmp_path / "short.txt").write_text(" ".join(map(str, range(20_000, 20_200))))
+    settings = CalibrationConfig(
+        source=f"{tmp_path}/long.txt,{tmp_path}/short.txt=20", nsamples=64, seqlen=64
+    )
+    calibration = load_calibration(settings, Numbers())
+    assert len(calibration) == 3 + 3  # a split of 6 by the shares would leave the long text none
+    further = load_further(settings, 64, calibration, Numbers())
+    assert len(further) == 3 and int(further.max()) < 20_000
+    assert all(shared(one, other) < 24 for one in further for other in calibration)
+
+
+def test_the_text_of_a_model_goes_on_where_the_calibration_ended(tmp_path):
+    """Also beside a text that gave the calibration fewer sequences than its share."""
+    (tmp_path / "own.jsonl").write_text(f'{{"text": "{" ".join(map(str, range(1000)))}"}}\n')
+    (tmp_path / "short.txt").write_text(" ".join(map(str, range(1000, 1120))))
+    settings = CalibrationConfig(source=f"{tmp_path}/short.txt,own", nsamples=16, seqlen=50)
+    calibration = load_calibration(settings, Numbers(), own=tmp_path / "own.jsonl")
+    assert len(calibration) == 2 + 8
+    further = load_further(settings, 2, calibration, Numbers(), own=tmp_path / "own.jsonl")
+    assert torch.equal(further, torch.arange(400, 450)[None])
+
+
 def test_the_text_of_a_model_is_read_in_order(tmp_path):
     (tmp_path / "own.jsonl").write_text(f'{{"text": "{" ".join(map(str, range(1000)))}"}}\n')
     settings = CalibrationConfig(source="own", nsamples=4, seqlen=100)
