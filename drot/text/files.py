@@ -127,6 +127,12 @@ class LargeText:
     def __init__(self, path: Path, text_column: str, tokenizer: Any, encode: Callable[[str], Tensor]) -> None:
         self.path, self.size = path, path.stat().st_size
         self._column, self._tokenizer, self._encode = text_column, tokenizer, encode
+        self._read = self._tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """About how many tokens the file has, by those in the pieces that were read of it."""
+        return self._tokens * self.size // self._read
 
     def sequences(self, nsamples: int, seqlen: int, seed: int, end: int | None = None) -> Tensor:
         """Token ids [nsamples, seqlen] from the bytes before `end`; None is the end of the file."""
@@ -149,8 +155,11 @@ class LargeText:
         length = BYTES_A_TOKEN * count
         while True:
             start = max(0, min(offset, end - length))
-            ids = self._encode(self._text(start, min(end, start + length)))
+            stop = min(end, start + length)
+            ids = self._encode(self._text(start, stop))
             if len(ids) >= count:
+                self._read += stop - start
+                self._tokens += len(ids)
                 return ids, start
             if length >= min(end, LONGEST_LINE + BYTES_A_TOKEN * count):
                 raise UserError(

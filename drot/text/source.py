@@ -22,6 +22,8 @@ from drot.text.rows import SEPARATOR, SURROGATE, texts
 
 logger = logging.getLogger("drot")
 
+#: A large file with this many times the tokens of its sequences, by an estimate, has enough for them.
+ENOUGH = 1.5
 #: characters between two events `read`
 READ_EVERY = 1 << 20
 
@@ -39,8 +41,8 @@ def load_calibration(
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
     position drawn from torch.Generator().manual_seed(seed); those of the text `own` follow each other. A text
     with fewer tokens than its sequences is cut into consecutive sequences, of which there are fewer, and a
-    warning says so. Of a large file no more is read than the sequences need (`LargeText`). Several texts each
-    have their share of the sequences (`drot.text.mixture`).
+    warning says so. Of a large file no more is read than the sequences need (`LargeText`), and all of it only
+    if it may have too few tokens. Several texts each have their share of the sequences (`drot.text.mixture`).
 
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
@@ -86,11 +88,16 @@ def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress, 
     """The sequences of one text, as `load_calibration` returns them."""
     source, nsamples, seqlen = settings.source, settings.nsamples, settings.seqlen
     assert seqlen is not None
+    needed: int | None = (nsamples + behind) * seqlen
     if (large := large_text(settings, tokenizer, progress)) is not None:
-        return large.sequences(nsamples, seqlen, settings.seed)
-    needed = (nsamples + behind) * seqlen
+        drawn = large.sequences(nsamples, seqlen, settings.seed)
+        if behind or large.tokens >= ENOUGH * nsamples * seqlen:
+            return drawn
+        needed = None  # the whole file says whether it has enough
     text = read_text(source, "train", settings.text_column, tokenizer, max_tokens=needed, progress=progress)
     ids = tokenize(text, tokenizer, progress)
+    if large is not None and len(ids) >= nsamples * seqlen:
+        return drawn
     starts = len(ids) - seqlen
     if starts <= 0:
         raise UserError(

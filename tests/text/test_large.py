@@ -10,8 +10,8 @@ import torch
 from drot.config import CalibrationConfig, FinetuneConfig
 from drot.core.errors import UserError
 from drot.finetuning.text import split_text
-from drot.text.files import BYTES_A_TOKEN, LARGE
-from drot.text.source import load_calibration
+from drot.text.files import BYTES_A_TOKEN, LARGE, LargeText
+from drot.text.source import load_calibration, tokenize
 
 SEQLEN = 50
 
@@ -76,6 +76,24 @@ def test_the_held_out_end_is_not_trained_on(files):
     training, held_out = split_text(config, Words())
     assert held_out.flatten().tolist() == list(range(800_000 - 4 * SEQLEN, 800_000))
     assert training.shape == (300, SEQLEN) and int(training.max()) < int(held_out.min())
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_large_file_that_is_too_short_for_its_sequences_is_drawn_once(name, tmp_path, monkeypatch, caplog):
+    """As a small file is. One with just enough tokens keeps its random places, without a warning."""
+    lines = [" ".join(map(str, range(start, start + 10))) for start in range(0, 8000, 10)]
+    rows = lines if name == "a.txt" else [json.dumps({"body": line, "id": "x" * 99}) for line in lines]
+    (tmp_path / name).write_text("\n".join(rows))
+    small = load_calibration(settings(tmp_path / name, nsamples=161), Words())
+    caplog.clear()
+    monkeypatch.setattr("drot.text.source.LARGE", 1000)
+    found = load_calibration(settings(tmp_path / name, nsamples=161), Words())
+    assert torch.equal(found, torch.arange(8000).reshape(160, SEQLEN)) and torch.equal(found, small)
+    assert f"{name} has 8000 tokens, fewer than 161 sequences of 50" in caplog.text
+    caplog.clear()
+    found = load_calibration(settings(tmp_path / name, nsamples=160), Words())
+    large = LargeText(tmp_path / name, "body", Words(), lambda text: tokenize(text, Words()))
+    assert torch.equal(found, large.sequences(160, SEQLEN, 0)) and not caplog.text
 
 
 def test_a_large_file_with_too_few_tokens(tmp_path):
