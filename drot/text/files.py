@@ -178,11 +178,14 @@ class LargeText:
         mark = b"\n" if not is_text or b"\n" in content else b" "
         if start > 0:
             content = content.partition(mark)[2]
+        end = stop
         if stop < self.size:
-            content = content.rpartition(mark)[0]
+            whole = content.rpartition(mark)[0]
+            content, end = whole, stop - (len(content) - len(whole))
         decoder = codecs.getincrementaldecoder("utf-8-sig" if start == 0 else "utf-8")()
-        text = _lines(_decoded(self.path, decoder, content, stop, final=stop == self.size))
+        text = _lines(_decoded(self.path, decoder, content, end, final=stop == self.size))
         if not is_text:
-            rows = _json_lines(text, self.path, f"behind byte {start}, line")
-            text = SEPARATOR.join(texts(rows, self._column, str(self.path), self._tokenizer))
+            where = f"behind byte {start}"
+            rows = _json_lines(text, self.path, f"{where}, line")
+            text = SEPARATOR.join(texts(rows, self._column, f"{self.path}, {where}", self._tokenizer))
         return SURROGATE.sub("\ufffd", text)

@@ -111,3 +111,20 @@ def test_mistakes_in_a_large_file_are_one_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 1 2 3\n" * LARGE)
     with pytest.raises(UserError, match="must be UTF-8, got byte 0xe9 at offset"):
         load_calibration(settings(tmp_path / "a.txt"), Words())
+
+
+def test_mistakes_in_a_large_file_are_found_where_the_message_says(tmp_path, monkeypatch):
+    monkeypatch.setattr("drot.text.source.LARGE", 1000)
+    content = bytearray(b"1 2 3 4 5 6 7 8 9\n" * 1000)
+    content[9005] = 0xE9
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match="got byte 0xe9 at offset 9005: convert it"):
+        load_calibration(settings(tmp_path / "a.txt", nsamples=200), Words())
+    rows = [json.dumps({"body": f"{number} 2 3 4 5 6 7 8 9"}) for number in range(1000, 2000)]
+    rows[500] = '{"text": "1"}'
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    with pytest.raises(UserError, match=r"a\.jsonl, behind byte \d+, row \d+: there is no column") as caught:
+        load_calibration(settings(tmp_path / "a.jsonl", nsamples=200), Words())
+    start, row = map(int, re.findall(r"byte (\d+), row (\d+)", str(caught.value))[0])
+    behind = (tmp_path / "a.jsonl").read_bytes()[start:].partition(b"\n")[2]
+    assert behind.splitlines()[row - 1] == rows[500].encode()
