@@ -63,17 +63,20 @@ def sample(
     is drawn by its probability, as in LLM-QAT (Liu et al. 2023, arXiv 2305.17888). The same seed gives the
     same text on the same machine.
 
-    Raises UserError for a number below 1 (`seqlen`: below 2), a model without a tokenizer, a model that gives
-    no probabilities, and a file `out` that exists or does not end in .jsonl.
+    Raises UserError for a number below 1 (`seqlen`: below 2), a seed below 0 or of more than 64 bits, a model
+    without a tokenizer, a model that gives no probabilities, and a file `out` that exists or does not end in
+    .jsonl.
 
     tokens: the length of the text; rounded up to whole sequences.
     seqlen: tokens of a sequence, at most those that the model reads.
     progress: receives the event `sample` after each token of a batch of sequences.
     """
     out = Path(out)
-    for name, value, least in (("tokens", tokens, 1), ("seqlen", seqlen, 2), ("seed", seed, 0)):
+    for name, value, least in (("tokens", tokens, 1), ("seqlen", seqlen, 2)):
         if value < least:
             raise UserError(f"`{name}` must be at least {least}, got {value}")
+    if not 0 <= seed < 2**64:
+        raise UserError(f"`seed` must be a whole number from 0 to {2**64 - 1}; got {seed}")
     if out.suffix != SUFFIX:
         raise UserError(f"`out` must end in {SUFFIX}, got {out}: its rows hold a text each")
     if path_exists(out):

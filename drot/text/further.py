@@ -12,7 +12,7 @@ from drot.core.events import Progress, silent
 from drot.text.mixture import counts_of, texts_of
 from drot.text.source import load_calibration, spread
 
-#: what is added to the seed of the calibration
+#: what is added to the seed of the calibration, modulo 2⁶⁴
 SEED = 1_000_003
 #: how many sequences are drawn for each that is wanted, as some hold text of others
 DRAWN = 3
@@ -40,9 +40,9 @@ def load_further(
     # what the calibration asked for: a text that gave it fewer sequences was read to its end
     behind = counts_of(list(shares), settings.nsamples)
     counts = counts_of(list(shares), nsamples, "distill_nsamples")
-    parts = []
+    parts, seed = [], (settings.seed + SEED) % 2**64
     for source, count, before in zip(sources, counts, behind, strict=True):
-        text = dataclasses.replace(settings, source=source, nsamples=DRAWN * count, seed=settings.seed + SEED)
+        text = dataclasses.replace(settings, source=source, nsamples=DRAWN * count, seed=seed)
         drawn = load_calibration(text, tokenizer, progress, own=own, behind=before)
         found: list[Tensor] = []
         for sequence, pieces, all_pieces in zip(drawn, _pieces(drawn, PIECE), _pieces(drawn, 1), strict=True):

@@ -6,6 +6,8 @@ from pathlib import Path
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 
+#: the largest share; the sum of some larger ones is infinite
+LARGEST_SHARE = 1e18
 #: a text, and its share behind the last `=`
 PART = re.compile(r"(?P<source>[^=].*?)(=(?P<share>[\d.]+))?")
 
@@ -15,8 +17,8 @@ def texts_of(source: str) -> list[tuple[str, float]]:
 
     A source without a comma, or with the name of a file, is one text.
 
-    Raises UserError for a text without a name, a text that stands twice, a share that is not above 0, and the
-    share of a text that stands alone.
+    Raises UserError for a text without a name, a text that stands twice, a share that is not above 0 or is
+    above LARGEST_SHARE, and the share of a text that stands alone.
     """
     if path_exists(Path(source)):
         return [(source, 1.0)]
@@ -36,10 +38,10 @@ def texts_of(source: str) -> list[tuple[str, float]]:
         except ValueError:  # 1.2.3
             share = 0.0
         unread = match and not match["share"] and "=" in part and not path_exists(Path(part.strip()))
-        if match is None or unread or share <= 0 or match["source"] in found:
+        if match is None or unread or not 0 < share <= LARGEST_SHARE or match["source"] in found:
             raise UserError(
-                "`source` with several texts must name each once, with a share above 0 or without one, as "
-                f"in a.txt,b.txt=2; got {part!r} in {source!r}"
+                "`source` with several texts must name each once, with a share above 0 and at most "
+                f"{LARGEST_SHARE:g} or without one, as in a.txt,b.txt=2; got {part!r} in {source!r}"
             )
         found[match["source"]] = share
     return list(found.items())

@@ -85,6 +85,8 @@ def test_a_gpu_writes_as_many_sequences_as_its_memory_holds(monkeypatch, gigabyt
         (["--tokens", "0"], "--tokens must be at least 1"),
         (["--seqlen", "1"], "--seqlen must be at least 2"),
         (["--seqlen", "100000"], "--seqlen must be at most"),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to 18446744073709551615; got -1"),
+        (["--seed", str(2**64)], "--seed must be a whole number from 0 to 18446744073709551615; got 1844"),
         (["--out", "text.txt"], "--out must end in .jsonl"),
     ],
 )

@@ -30,7 +30,18 @@ def test_a_file_whose_name_has_a_comma_or_a_share_is_one_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", ["a.txt,", "a.txt,=2", "a.txt,a.txt=2", "a.txt=0,b.txt", "a.txt=1.2.3,b.txt", "a.txt=x,b.txt"]
+    "source",
+    [
+        "a.txt,",
+        "a.txt,=2",
+        "a.txt,a.txt=2",
+        "a.txt=0,b.txt",
+        "a.txt=1.2.3,b.txt",
+        "a.txt=x,b.txt",
+        f"a.txt=1{'0' * 19},b.txt",
+        f"a.txt={'9' * 308},b.txt={'9' * 308}",
+        f"a.txt,b.txt={'9' * 400}",
+    ],
 )
 def test_a_wrong_mixture(source):
     with pytest.raises(UserError, match=r"must name each once, with a share above 0 .* in 'a\.txt"):
