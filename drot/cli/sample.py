@@ -1,5 +1,6 @@
 """The command `drot sample`."""
 
+import shlex
 from pathlib import Path
 
 from drot.cli.output import print_json, print_line
@@ -48,4 +49,5 @@ def sample(
         print_json({"out": out, "rows": rows, "seqlen": seqlen})
         return
     print_line(f"Wrote {rows} rows of {seqlen} tokens to {out}. Next, beside your own text TEXT:")
-    print_line(f"  drot prune {model} --calibration TEXT,{out} --out DIR")
+    texts = shlex.quote(f"TEXT,{out}")
+    print_line(f"  drot prune {shlex.quote(model)} --calibration {texts} --out DIR")

@@ -1,6 +1,7 @@
 """A calibration text that the model writes itself, by `drot sample` and in a run."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -39,6 +40,15 @@ def test_the_text_is_calibration_and_repeats_by_its_seed(tmp_path, capsys):
     assert len(set(rows)) == 3  # 70 tokens in rows of 32
     settings = CalibrationConfig(source=str(tmp_path / "one.jsonl"), nsamples=2, seqlen=32)
     assert load_calibration(settings, load_tokenizer(MODEL)).shape == (2, 32)
+
+
+def test_the_next_command_is_one_for_a_shell(tmp_path, capsys):
+    model, out = tmp_path / "a model", tmp_path / "my own.jsonl"
+    shutil.copytree(MODEL, model)
+    arguments = ["--tokens", "8", "--seqlen", "8", "--device", "cpu"]
+    assert cli.run(["sample", str(model), "--out", str(out), *arguments]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command == ["drot", "prune", str(model), "--calibration", f"TEXT,{out}", "--out", "DIR"]
 
 
 def test_tokens_have_the_probabilities_of_the_model(tmp_path):
