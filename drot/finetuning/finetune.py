@@ -29,7 +29,7 @@ from drot.checkpoint.quantization_config import (
     refuse_quantised,
 )
 from drot.checkpoint.records import FinetuneRecord
-from drot.checkpoint.save import check_output, save_checkpoint
+from drot.checkpoint.save import check_output, check_saves, save_checkpoint
 from drot.checkpoint.shards import save_layers
 from drot.checkpoint.size import check_space
 from drot.checkpoint.source import model_folder, recorded_name
@@ -148,6 +148,7 @@ def _finetune(
     packed = is_packed(loaded)
     if out is not None and torchrun.rank() == 0:
         check_space(out, _size_of_result(loaded, config))
+        check_saves(loaded, tokenizer)
     if packed:
         loaded.dequantize()
     share = DecoderModel(loaded).zero_share()

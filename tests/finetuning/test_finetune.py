@@ -304,6 +304,14 @@ def test_nothing_is_written_after_a_refusal(folder, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_tokenizer_that_cannot_be_saved_is_refused_before_the_training(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("drot.finetuning.run.run_finetuning", None)
+    settings, out = FinetuneConfig(held_out=1), tmp_path / "out"
+    with pytest.raises(UserError, match="`tokenizer` must have a save_pretrained"):
+        drot.finetune(folder, settings, tokens=tokens(), tokenizer=lambda text: None, out=out, device="cpu")
+    assert not out.exists()
+
+
 def test_a_damaged_model_is_refused(folder, tmp_path):
     folder = shutil.copytree(folder, tmp_path / "pruned")
     model = load_model(folder)
