@@ -265,5 +265,6 @@ MIXTURES = {
         with_indexer(latent(SHARED), returned=True),
         models="GLM-5",
         required=(("indexer_types", "full"),),
+        needs="GroupWeightRename",  # the layers of an older transformers return the stream alone
     ),
 }

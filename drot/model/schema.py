@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from drot.core.reading import Entries
 
@@ -33,6 +33,12 @@ class _Rope(Entries):
     rope_type: str | None = None
 
 
+def _least(value: Any) -> Any:
+    """The least number of a list of numbers; another value as it is."""
+    numbers = isinstance(value, list) and value and all(type(one) is int for one in value)
+    return min(value) if numbers else value
+
+
 class ModelConfig(Entries):
     """config.json of a model: the entries from which sizes and kinds of modules follow.
 
@@ -42,7 +48,7 @@ class ModelConfig(Entries):
     model_type: str
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
     hidden_size: Positive = 1
-    intermediate_size: Positive | list[Positive] = 1  # Gemma 3n has a list
+    intermediate_size: Annotated[Positive, BeforeValidator(_least)] = 1  # Gemma 3n has a list
     vocab_size: Positive = 1
     num_attention_heads: Positive = 1
     num_key_value_heads: Positive | None = None
