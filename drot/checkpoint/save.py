@@ -13,7 +13,7 @@ from drot.checkpoint.opening import quiet_transformers
 from drot.checkpoint.shards import save_in_shards
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
-from drot.core.files import check_writable, finish_folder, new_folder
+from drot.core.files import WriteError, check_writable, finish_folder, new_folder, writing
 from drot.core.hashes import FileRecord
 
 if TYPE_CHECKING:
@@ -47,16 +47,23 @@ def check_saves(model: "PreTrainedModel", tokenizer: Any) -> None:
         raise UserError(
             f"`tokenizer` must have a save_pretrained, which writes it to `out`; got {shortened(tokenizer)}"
         )
+    temporary = Path(tempfile.gettempdir())
     parts = {"config": model.config, "generation config": model.generation_config, "tokenizer": tokenizer}
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
-        for name, part in parts.items():
-            try:
+    for name, part in parts.items():
+        try:
+            with (
+                quiet_transformers(),
+                writing(temporary),
+                tempfile.TemporaryDirectory(dir=temporary) as folder,
+            ):
                 if part is not None:
                     part.save_pretrained(folder)
-            except Exception as error:
-                raise UserError(
-                    f"transformers does not save the {name} of the model: {quoted(error)}; change it"
-                ) from error
+        except WriteError:  # a full disk of temporary files says nothing about that of `out`
+            return
+        except Exception as error:
+            raise UserError(
+                f"transformers does not save the {name} of the model: {quoted(error)}; change it"
+            ) from error
 
 
 def save_checkpoint(
