@@ -39,7 +39,7 @@ CACHE_SHARE = 0.5
 SUFFIX = ".jsonl"
 #: tokens of a sequence that is written
 SEQLEN = 512
-#: the entry of the first row that says what wrote the text of a run
+#: the entry of the first row with the digest of what wrote the text of a run
 WRITTEN_BY = "written_by"
 #: Tokens that are written for each that a run reads: what is tokenised again has others, mostly fewer.
 WRITTEN = 1.1
@@ -106,7 +106,7 @@ def write_own_text(
 
     The text has WRITTEN times the tokens that the run reads, also for the training of all layers together;
     its seed is that of the calibration. A model that is named is loaded for it, and dropped. The first row
-    says what wrote the text: until the run has a journal, another run could have left `file`.
+    has a digest of what wrote the text: until a run has a journal, another run could have left its `file`.
 
     Raises UserError if the memory does not hold the model, and as `sample`.
 
@@ -119,16 +119,15 @@ def write_own_text(
         return
     seqlen = min(SEQLEN, positions_of(config) or SEQLEN)
     count = -(-tokens // seqlen)
-    written_by = {
-        "model": str(model) if isinstance(model, str | Path) else config.name_or_path,
-        "config": json_digest(json.loads(config.to_json_string(use_diff=False))),
-        "dtype": str(dtype),
-        "seed": text.seed,
-        "sequences": count,
-        "seqlen": seqlen,
-    }
+    name = str(model) if isinstance(model, str | Path) else config.name_or_path
+    settings = json.loads(config.to_json_string(use_diff=False))
+    written_by = json_digest([name, settings, str(dtype), text.seed, count, seqlen])
     if file.exists():
-        if any((file.parent / name).exists() for name in (IDENTITY, MANIFEST)) or _author(file) == written_by:
+        # the texts of a sweep have names of their own
+        known = file.parent.suffix != ".partial" or any(
+            (file.parent / journal).exists() for journal in (IDENTITY, MANIFEST)
+        )
+        if known or _author(file) == written_by:
             return
         logger.warning("%s is a text of another model or of other settings: it is written again", file)
         file.unlink()
@@ -156,7 +155,7 @@ def write_own_text(
 
 
 def _author(file: Path) -> Any:
-    """What the first row of a text says of what wrote it; None without."""
+    """The digest in the first row of a text; None without."""
     with file.open(encoding="utf-8") as rows:
         try:
             return json.loads(rows.readline()).get(WRITTEN_BY)
@@ -188,7 +187,7 @@ def _write(
     seqlen: int,
     seed: int,
     progress: Progress,
-    written_by: dict[str, Any] | None = None,
+    written_by: str | None = None,
 ) -> int:
     """Lets the model write `count` sequences to the file `out`, and returns `count`.
 
