@@ -294,16 +294,6 @@ def records() -> str:
             shares = gap_closed(dense, median(plain, "perplexity"), found)
         values = sorted(float(row["perplexity"]) for row in seeds)
         spread = f" ({values[0]:.2f} … {values[-1]:.2f})" if len(values) > 1 else ""
-        placed = [row for row in seeds if row["kl_first"]]
-        kl, same = (
-            [
-                statistics.median(float(row[f"{figure}_{place}"]) for row in placed)
-                for place in ("first", "last")
-            ]
-            if placed
-            else []
-            for figure in ("kl", "equal_tokens")
-        )
         times = sorted(float(row["seconds"]) for row in seeds if row["seconds"])
         body.append(
             [
@@ -313,14 +303,12 @@ def records() -> str:
                 f"{found:.2f}{spread}",
                 *shares,
                 f"{median(run, 'kl'):.3f}",
-                " / ".join(f"{value:.3f}" for value in kl),
                 f"{median(run, 'equal_tokens'):.1%}",
-                " / ".join(f"{value:.1%}" for value in same),
                 f"{statistics.median(times):.0f}" if times else "",
             ]
         )
     head = ["model", "calibration", "tokens", "text", "recipe", "seeds", "dense", "perplexity"]
-    head += [*GAP, "KL", "start / end", "same token", "start / end", "seconds"]
+    head += [*GAP, "KL", "same token", "seconds"]
     return table(head, body, rows)
 
 
@@ -340,8 +328,12 @@ def tuning() -> str:
             for figure in ("perplexity", "kl"):
                 ratios = [float(row[figure]) / float(default[figure]) - 1 for default, row in pairs]
                 cells.append("" if setting == "default" else " ".join(f"{ratio:+.1%}" for ratio in ratios))
+            ends = [
+                statistics.median(float(row[f"kl_{end}"]) for _, row in pairs) for end in ("first", "last")
+            ]
+            cells.append(" / ".join(f"{value:.3f}" for value in ends))
         body.append([setting, len(seeds), *cells])
-    head = [cell for text in texts for cell in (text, "perplexity, each seed", "KL, each seed")]
+    head = [cell for text in texts for cell in (text, "perplexity, each seed", "KL, each seed", "KL")]
     return table(["setting", "seeds", *head], body, rows)
 
 

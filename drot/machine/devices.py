@@ -57,7 +57,7 @@ def is_gpu(device: torch.device) -> bool:
 
 @torch.compiler.assume_constant_result
 def has_kernels(device: torch.device) -> bool:
-    """Whether drot's ops run on `device`: on a CPU, and on a GPU if drot was built for it."""
+    """Whether drot's ops run on `device`: on a CPU, and on a GPU whose architecture drot was built for."""
     return _has_kernels(device)
 
 
@@ -65,8 +65,8 @@ def has_kernels(device: torch.device) -> bool:
 def _has_kernels(device: torch.device) -> bool:
     if device.type != "cuda":
         return device.type == "cpu" or is_gpu(device)
-    capability = torch.cuda.get_device_capability(device) if BUILD_INFO["cuda"] else (0, 0)
-    return kernel_problem(capability, BUILD_INFO["cuda_architectures"]) is None
+    built = BUILD_INFO["cuda_architectures"]
+    return bool(built) and kernel_problem(torch.cuda.get_device_capability(device), built) is None
 
 
 def supports_graphs(device: torch.device) -> bool:

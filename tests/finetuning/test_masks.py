@@ -42,7 +42,6 @@ def test_only_lora_is_trained_and_in_fp32():
 def test_all_layers_of_a_hybrid_are_trained(family):
     """Also the linears of linear attention, of convolutions and of Mamba, and all norms by `full`."""
     model = pruned_model(family)
-    layers = DecoderModel(model).layers
     paths = {name for name, _ in pruned_linears(model)}
     adapted = add_adapter(model, FinetuneConfig())
     assert sum(isinstance(module, MaskedLora) for module in adapted.modules()) == len(paths)
