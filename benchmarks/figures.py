@@ -275,6 +275,10 @@ def headline() -> str:
     return table(["model, text", *columns], body, used)
 
 
+#: the eighths of a window of which rows have figures of their own
+ENDS = "first", "last"
+
+
 def records() -> str:
     """The runs of real_models.py: medians of the seeds, with the range where there are several."""
     rows = read("records", *OF_RECORDS)
@@ -295,6 +299,11 @@ def records() -> str:
         values = sorted(float(row["perplexity"]) for row in seeds)
         spread = f" ({values[0]:.2f} … {values[-1]:.2f})" if len(values) > 1 else ""
         times = sorted(float(row["seconds"]) for row in seeds if row["seconds"])
+        by_position = ["", ""]  # of the rows that have them
+        if ends := [row for row in seeds if row["kl_first"]]:
+            for place, (figure, form) in enumerate((("kl", ".3f"), ("equal_tokens", ".1%"))):
+                pair = (statistics.median(float(row[f"{figure}_{end}"]) for row in ends) for end in ENDS)
+                by_position[place] = f" ({' / '.join(format(value, form) for value in pair)})"
         body.append(
             [
                 *run,
@@ -302,8 +311,8 @@ def records() -> str:
                 f"{dense:.2f}",
                 f"{found:.2f}{spread}",
                 *shares,
-                f"{median(run, 'kl'):.3f}",
-                f"{median(run, 'equal_tokens'):.1%}",
+                f"{median(run, 'kl'):.3f}{by_position[0]}",
+                f"{median(run, 'equal_tokens'):.1%}{by_position[1]}",
                 f"{statistics.median(times):.0f}" if times else "",
             ]
         )
@@ -328,9 +337,7 @@ def tuning() -> str:
             for figure in ("perplexity", "kl"):
                 ratios = [float(row[figure]) / float(default[figure]) - 1 for default, row in pairs]
                 cells.append("" if setting == "default" else " ".join(f"{ratio:+.1%}" for ratio in ratios))
-            ends = [
-                statistics.median(float(row[f"kl_{end}"]) for _, row in pairs) for end in ("first", "last")
-            ]
+            ends = [statistics.median(float(row[f"kl_{end}"]) for _, row in pairs) for end in ENDS]
             cells.append(" / ".join(f"{value:.3f}" for value in ends))
         body.append([setting, len(seeds), *cells])
     head = [cell for text in texts for cell in (text, "perplexity, each seed", "KL, each seed", "KL")]

@@ -8,6 +8,7 @@
 #include <ATen/ops/linalg_cholesky_ex.h>
 #include <ATen/ops/linalg_solve_triangular.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/orgqr.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -47,6 +48,7 @@ static at::Tensor lower_gram(const at::Tensor& a) {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cholesky_qr(const at::Tensor& a) {
   check_batched_qr(a);
+  if (a.numel() == 0) return {a.clone(), a.clone(), at::ones(a.sizes().slice(0, a.dim() - 2), at::kBool).to(a.device())};
   const at::Tensor wide = a.to(at::kDouble);
   const auto [lower, info] = at::linalg_cholesky_ex(lower_gram(wide));
   const at::Tensor r = lower.mT();

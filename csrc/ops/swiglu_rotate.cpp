@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "common/no_autocast.h"
@@ -45,8 +46,9 @@ struct SwigluRotate : torch::autograd::Function<SwigluRotate> {
     variable_list found(3);
     if (saved[2].defined()) {
       const at::Tensor rotation = saved[2].to(at::kFloat);
+      const int64_t tokens = gate.numel() / std::max<int64_t>(1, gate.size(-1));
       const auto in_blocks = [&](const at::Tensor& t) {
-        return t.reshape({-1, rotation.size(0), rotation.size(1)});
+        return t.reshape({tokens, rotation.size(0), rotation.size(1)});
       };
       const at::Tensor gradient = in_blocks(of_gated);
       of_gated = at::einsum("tnj,nij->tni", {gradient, rotation}).reshape(gate.sizes());
@@ -62,7 +64,11 @@ struct SwigluRotate : torch::autograd::Function<SwigluRotate> {
   }
 };
 
+bool has_tangent(const at::Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
+
 at::Tensor swiglu_rotate_autograd(const at::Tensor& gate, const at::Tensor& up, const Rotation& rotation) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(gate) && !has_tangent(up) && !(rotation && has_tangent(*rotation)),
+                              "swiglu_rotate has no forward-mode derivative; use swiglu_rotate_ref");
   const bool needed = gate.requires_grad() || up.requires_grad() || (rotation && rotation->requires_grad());
   if (!needed || !at::GradMode::is_enabled()) return below_autograd(gate, up, rotation);
   return SwigluRotate::apply(gate, up, rotation);

@@ -49,7 +49,7 @@ from drot.model.experts import ReplacedExperts
 from drot.model.mixins import Mixin, mix
 from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.sparse.fused import fuse
-from drot.sparse.linear import NOT_TRAINABLE, packed_weights
+from drot.sparse.linear import NOT_TRAINABLE, is_packed, packed_weights
 from drot.sparse.packed import check_packed, compress_model, unpack_model
 
 #: arguments of `save_pretrained` and `push_to_hub` that are for the upload and the card
@@ -127,6 +127,12 @@ class DrotModel(Mixin):
         save_card(folder, manifest, name, tags)
         manifest.files |= folder_records(folder, [CARD])
         write_manifest(folder, manifest)
+
+    def train(self: Any, mode: bool = True) -> Any:
+        """`train` of the module. Raises UserError, and changes no part, if packed weights would be trained."""
+        if mode and is_packed(self):
+            raise UserError(NOT_TRAINABLE)
+        return super().train(mode)  # type: ignore[misc]
 
     def dequantize(self: Any, dtype: Any = None) -> Any:
         """Makes packed linears dense, in place, and returns the model. Rotations stay.

@@ -1,5 +1,6 @@
 """`drot prune --dry-run`: prints the settings of a run and what it needs."""
 
+import functools
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,10 @@ def show_needs(
     options: further arguments of `run_needs`.
     """
     from drot.checkpoint.save import check_output
+    from drot.machine.devices import is_gpu, pick_device
     from drot.pipeline.dry_run import run_needs
     from drot.pipeline.rotation_files import check_rotations_output
+    from drot.pipeline.work import measured_rate, seconds_at
 
     if out is not None and not resume:
         check_output(out, dry_run=True)
@@ -43,9 +46,13 @@ def show_needs(
         check_rotations_output(save_rotations_to, recipe, out, resume=resume, dry_run=True)
     with working():
         needs = run_needs(model, recipe, **options)
+        device = pick_device(options["device"])
+        seconds = seconds_at(needs.work, functools.partial(measured_rate, device))
+        seconds /= needs.gpus if is_gpu(device) else 1  # ranks on a CPU share it
     if as_json:
         facts = {field.name: getattr(needs, field.name) for field in fields(needs)}
-        print_json(facts | {"recipe": needs.recipe.to_dict(), "format": needs.recipe.format})
+        facts |= {"recipe": needs.recipe.to_dict(), "format": needs.recipe.format, "seconds": seconds}
+        print_json(facts)
         return
     import yaml
 
@@ -81,7 +88,7 @@ def show_needs(
         "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}{of_all}",
         **of_device,
         **together,
-        "time": _time(needs.seconds, sum(sum(phase.values()) for phase in needs.work.values())),
+        "time": _time(seconds, sum(sum(phase.values()) for phase in needs.work.values())),
     }
     print_facts(facts.items())
 

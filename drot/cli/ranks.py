@@ -35,17 +35,18 @@ def launch_if_asked(count: int | None, arguments: Sequence[str]) -> None:
 
     Returns without a `count`, in a rank, and with one: a single rank would take itself for this process, and
     start another. The ranks tell their errors. The exit status is that of the first rank that fails, or 1 if
-    a signal ended it.
+    a signal ended it; after a signal to this process, 128 and the number of the signal.
     """
     if count is not None and count > 1 and torchrun.world_size() == 1:
         raise typer.Exit(_launch(arguments, count))
 
 
 def _launch(arguments: Sequence[str], count: int) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the ranks say what happened
+    logging.disable()  # the ranks say what happened
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # of one rank; torchrun would take 1
         os.environ.setdefault(name, str(threads))
@@ -56,4 +57,6 @@ def _launch(arguments: Sequence[str], count: int) -> int:
         if failure.exitcode < 0:  # it could not say so itself
             tell(f"drot: rank {rank} was ended by the signal {signal.Signals(-failure.exitcode).name}")
         return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        return 128 + error.sigval
     return 0

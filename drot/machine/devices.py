@@ -18,6 +18,8 @@ logger = logging.getLogger("drot")
 BUILD_INFO = build_info()
 #: the types of the GPUs that drot computes on
 GPU_TYPES = ("cuda",)
+#: the compute capability of the first GPUs with sparse tensor cores, for which the kernels compile
+LEAST_CAPABILITY = 8, 0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -159,6 +161,10 @@ def kernel_problem(capability: tuple[int, int], built: str) -> str | None:
     """
     if any(_runs_on(capability, name) for name in built.split()):
         return None
+    if capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        without = f": `DROT_WITH_CUDA=0 {BUILD_COMMAND}` builds it without them" if built else ""
+        return f"has kernels only for GPUs of {least} and later{without}"
     was_built = f"was built for {', '.join(built.split())}" if built else "was built without CUDA"
     name = ".".join(map(str, capability))
     return f"{was_built}: rebuild it with `TORCH_CUDA_ARCH_LIST={name} {BUILD_COMMAND}`"

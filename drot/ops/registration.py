@@ -6,6 +6,8 @@ imports this module, so that the import of any op registers all of them.
 `swiglu_rotate` has its formula in C++ (csrc/ops/swiglu_rotate.cpp). The other ops without a formula here have
 no gradient: `sparse24_linear`, `pack24`, `unpack24`, `cholesky_qr` and `rope` raise in a backward pass
 (csrc/bindings.cpp), `spectral_step` returns nothing, and the results of the others do not require a gradient.
+
+No op has a derivative in forward mode: torch.func.jvp of an op with a formula here gives zeros.
 """
 
 from collections.abc import Callable
@@ -37,7 +39,9 @@ FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "batched_qr": lambda a: (_like(a), _like(a)),
     "batched_qr_backward": lambda gq, q, r: _like(q),
     "cholesky_qr": lambda a: (_like(a), _like(a), a.new_empty(a.shape[:-2], dtype=torch.bool)),
-    "column_scale": lambda product, inverse: _like(product[:, 0], torch.float32),
+    "column_scale": lambda product, inverse: product.new_empty(
+        product.shape[0], product.shape[2], dtype=torch.float32
+    ),
     "column_scale_backward": lambda product, *_: _like(product),
     "entropy_loss": _loss_and_gradients,
     "nm_mask": lambda score, prune, group: _like(score, torch.bool),
@@ -72,7 +76,8 @@ def _register_on_cpu(name: str, reference: Callable[..., Any]) -> None:
 
     def kernel(*arguments: Any) -> Any:
         check(*arguments)
-        return reference(*(a.contiguous() if isinstance(a, Tensor) else a for a in arguments))
+        with torch.autocast("cpu", enabled=False):
+            return reference(*(a.contiguous() if isinstance(a, Tensor) else a for a in arguments))
 
     impl(f"drot::{name}", "CPU", kernel)
 

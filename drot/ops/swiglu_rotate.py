@@ -15,7 +15,7 @@ def swiglu_rotate(gate: Tensor, up: Tensor, rotation: Tensor | None = None) -> T
     the result. A GPU rounds the gated activation to a 16-bit dtype before it rotates it as well, for its
     tensor cores. The bytes of a token do not depend on the other tokens or on the number of threads. It has
     gradients of any order, which are computed in fp32. Raises ValueError for other shapes, dtypes and
-    devices.
+    devices, and NotImplementedError for a derivative in forward mode.
     """
     return torch.ops.drot.swiglu_rotate(gate, up, rotation)
 

@@ -1,7 +1,6 @@
 """What a run of `drot.prune` would do and need, from the model's config alone, and what it can do without."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from drot.checkpoint.size import size_text
 from drot.checkpoint.source import gguf_file
 from drot.checkpoint.whole import kept_bytes
 from drot.config import Recipe, ResolvedRecipe
+from drot.core import torchrun
 from drot.core.errors import UserError
-from drot.core.torchrun import rank
 from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
@@ -32,7 +31,7 @@ from drot.pipeline.rotation_files import with_given_r3
 from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.states import place_of_states
 from drot.pipeline.validation import check_seqlen
-from drot.pipeline.work import measured_rate, run_work, seconds_at
+from drot.pipeline.work import run_work
 from drot.text.names import OWN, are_files, check_sources
 from drot.text.source import load_calibration, tokens_of
 
@@ -57,8 +56,6 @@ class RunNeeds:
     states: bytes of the hidden states of the calibration, of all ranks. place_of_states: where they would lie
         now. In a file or on a GPU they are not counted as `main_memory`.
     work: phase → dtype → operations of all ranks, a lower bound.
-    seconds: seconds of the work at the rates of matrix products on the device, or on as many GPUs as there
-        are ranks, which no run reaches.
     """
 
     recipe: ResolvedRecipe
@@ -79,7 +76,6 @@ class RunNeeds:
     states: int
     place_of_states: PlaceOfStates
     work: dict[str, dict[str, float]]
-    seconds: float
 
 
 def run_needs(
@@ -96,8 +92,9 @@ def run_needs(
 ) -> RunNeeds:
     """What `drot.prune` with the same arguments would do and need. Loads no weights.
 
-    It reads the calibration text, to count its tokens, if all of it lies in local files. Of the file
-    `rotations` it reads the shapes alone.
+    It reads the calibration text, to count its tokens, if all of it lies in local files and one rank does
+    the run: the ranks of a run ask each for itself, and some may lack the text. Of the file `rotations` it
+    reads the shapes alone.
 
     gpus: how many ranks share the run.
     nsamples: the sequences of the calibration, where they are known. The text is then not read.
@@ -109,6 +106,8 @@ def run_needs(
     recipe = with_given_r3(recipe, rotations)
     planned = plan(model, recipe, device=device, rotations_given=rotations_given, format=format)
     resolved, first, text = planned.recipe, planned.device, planned.recipe.calibration
+    if torchrun.world_size() > 1 and is_gpu(first):
+        first = torch.device(first.type, torchrun.local_rank())
     own = planned.config.dtype or torch.float32
     chosen, saved = _dtype(computing_dtype(chosen, first), own), _dtype(saved, own)
     known = not resolved.reads_calibration or nsamples is not None
@@ -116,9 +115,10 @@ def run_needs(
         nsamples = 0
     elif nsamples is None:
         check_seqlen(text.seqlen, planned.config)
-        if not rank():  # the other ranks need not have the text
+        if not torchrun.rank():  # the other ranks need not have the text
             check_sources(text.source)
-        known = not rank() and are_files(text.source) and not isinstance(model, PreTrainedModel)
+        known = gpus == 1 and not torchrun.rank() and are_files(text.source)
+        known = known and not isinstance(model, PreTrainedModel)
         nsamples = len(load_calibration(text, load_tokenizer(model))) if known else text.nsamples
     sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
@@ -140,8 +140,6 @@ def run_needs(
     states = gpus * state_bytes(of_rank, resolved, chosen, pinned=pinned)
     in_memory = main_memory(of_rank, resolved, chosen, pinned=pinned, **given)
     distills = resolved.recovery.distill_epochs > 0
-    work = run_work(sizes, resolved, chosen, trains=trains)
-    seconds = seconds_at(work, functools.partial(measured_rate, first))
     return RunNeeds(
         recipe=resolved,
         model=str(model),
@@ -160,8 +158,7 @@ def run_needs(
         distillation=distillation_memory(of_rank, resolved, chosen) if distills else 0,
         states=states,
         place_of_states=place,
-        work=work,
-        seconds=seconds / (gpus if is_gpu(first) else 1),  # ranks on a CPU share it
+        work=run_work(sizes, resolved, chosen, trains=trains),
     )
 
 
@@ -247,16 +244,17 @@ def _lower(recipe: ResolvedRecipe, fixed: Collection[str], *, offloads: bool) ->
 
     offloads: whether `layers_per_step` takes layers from the device.
     """
-    qualities: list[dict[str, Any]] = [{}]
-    if recipe.recovery.distill_epochs:
-        qualities.append({"distill_epochs": 0})
-    if recipe.recovery.recover != "none":
-        qualities.append(qualities[-1] | {"recover": "none"})
-    if (recipe.pruning.solve, recipe.pruning.target) != ("none", "self"):
-        qualities.append(qualities[-1] | {"solve": "none", "target": "self"})
+    now: dict[str, Any] = {**vars(recipe.recovery), **vars(recipe.pruning), **vars(recipe.rotation)}
+
+    def changed(**values: Any) -> dict[str, Any]:
+        return {} if values.keys() & set(fixed) or all(now[key] == values[key] for key in values) else values
+
     shared = offloads and recipe.rotation.mode == "shared" and not recipe.rotation.layers_per_step
-    for quality in qualities:
-        for steps in ({}, {"layers_per_step": LAYERS_PER_STEP}) if shared else ({},):
-            changes = quality | steps
-            if not changes.keys() & set(fixed):
-                yield changes
+    steps = changed(layers_per_step=LAYERS_PER_STEP) if shared else {}
+    less = changed(distill_epochs=0), changed(recover="none"), changed(solve="none", target="self")
+    quality: dict[str, Any] = {}
+    for more in ({}, *filter(None, less)):
+        quality |= more
+        yield dict(quality)
+        if steps:
+            yield quality | steps

@@ -22,6 +22,8 @@ from drot.pipeline.prepare import Prepared
 from drot.pipeline.rotation_files import path_inside
 from drot.pipeline.run import PruningRun
 from drot.pipeline.steps import part_of
+from drot.text.mixture import texts_of
+from drot.text.names import OWN
 
 
 def manifest_of(
@@ -87,6 +89,7 @@ def write_result(
 ) -> Manifest:
     """Writes the rotations and the checkpoint, where they are wanted; returns the whole manifest."""
     context = prepared.context
+    source = context.recipe.calibration.source
 
     def write_rotations(file: Path) -> None:
         record = {"model": prepared.source, **(manifest.identity or {})}
@@ -100,7 +103,7 @@ def write_result(
 
     def write_more(folder: Path) -> None:
         save_importance_maps(folder, run.maps)
-        if (own := state.folder / OWN_TEXT).exists():
+        if (own := state.folder / OWN_TEXT).exists() and OWN in dict(texts_of(source)):
             shutil.copyfile(own, folder / OWN_TEXT)
         if inside is not None:
             write_rotations(folder / inside)

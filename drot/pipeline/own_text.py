@@ -239,7 +239,9 @@ def _batches(
 ) -> Iterator[torch.Tensor]:
     """Token ids [sequences, seqlen] of `count` sequences in all, as many at once as the device takes well."""
     special = set(tokenizer.all_special_ids)
-    first = torch.tensor([token for token in range(len(tokenizer)) if token not in special])
+    # some tokenizers have more tokens than the model
+    known = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
+    first = torch.tensor([token for token in range(known) if token not in special])
     its_own = model.generation_config
     # what is not named here would come from generation_config.json of the model, which narrows the text
     drawn = GenerationConfig(

@@ -42,6 +42,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.distill import lacking
 from drot.pipeline.identity import identity_of_parts, run_identity
+from drot.pipeline.memory import state_bytes
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import Prepared, prepare
 from drot.pipeline.rotation_files import (
@@ -52,6 +53,7 @@ from drot.pipeline.rotation_files import (
 )
 from drot.pipeline.run import PruningRun
 from drot.pipeline.sizes import sizes_of
+from drot.pipeline.states import place_of_states
 from drot.sparse.packed import check_format, check_packable
 
 logger = logging.getLogger("drot")
@@ -284,6 +286,9 @@ def _open_state(
         checkpoint += whole.kept_bytes(context.save_dtype if context.rotates else None)
     if rotations_out is not None and same_disk(rotations_out, out):
         beside += 2 * rotations_file_bytes(sizes, context.recipe.rotation)  # twice while it is written
+    given = context.sizes, context.recipe, context.dtype
+    if place_of_states(*given, context.device, ranks=context.ranks) == "file":
+        beside += context.ranks.of_machine.size * state_bytes(*given)
 
     def check() -> None:
         written = sum(file.stat().st_size for file in state.folder.glob("*.safetensors"))

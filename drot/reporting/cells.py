@@ -40,6 +40,8 @@ logger = logging.getLogger("drot")
 
 #: what a sweep keeps in its folder: the figures of the dense model and of cells
 DENSE, CELLS = "dense.json", "cells"
+#: with what the names of the texts begin that a model wrote, which lie there before the figures
+OWN_TEXTS = Path(OWN_TEXT).stem
 #: digits of the SHA-256 that names a cell
 KEY_DIGITS = 16
 
@@ -97,11 +99,11 @@ class CellRunner:
         for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
             text, further = recipe.calibration, recipe.recovery.distill_nsamples
             if text not in readers:
-                key = json_digest([values_of(text), further])[:KEY_DIGITS]
+                key = json_digest([self.model, self.dtype, values_of(text), further])[:KEY_DIGITS]
                 readers[text] = TextReader(
                     model=self.model, tokenizer=self.tokenizer, config=self.config, device=self.setup.device,
                     dtype=self.dtype, progress=self.setup.progress, ranks=ALONE,
-                    own_text=self.out / f"{Path(OWN_TEXT).stem}_{key}.jsonl",
+                    own_text=self.out / f"{OWN_TEXTS}_{key}.jsonl",
                 )  # fmt: skip
             if (text, further) not in self.distillation:
                 _, self.calibration[text], self.distillation[text, further] = readers[text].read(

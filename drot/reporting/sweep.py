@@ -18,7 +18,7 @@ from drot.machine.devices import pick_device
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.validation import check_config, check_recipe, down_width
-from drot.reporting.cells import CELLS, CellRunner
+from drot.reporting.cells import CELLS, OWN_TEXTS, CellRunner
 from drot.reporting.grid import Cell, Grid, Skipped, read_grid
 from drot.reporting.rows import rows_of, write_csv
 
@@ -136,5 +136,6 @@ def _run_cells(
 def _check_folder(out: Path) -> None:
     """Raises UserError unless `out` is new, empty, or the folder of a sweep."""
     check_writable(out)
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / CELLS).is_dir())):
+    begun = out.is_dir() and all(each.name.startswith(OWN_TEXTS) for each in out.iterdir())
+    if out.exists() and not begun and not (out / CELLS).is_dir():
         raise UserError(f"{out} exists and is not the folder of a sweep: name another `out` or remove it")

@@ -341,8 +341,10 @@ def test_training_of_a_packed_model_names_dequantize(kind, folders, tmp_path, mo
     model = AutoModelForCausalLM.from_pretrained(folders[kind][0])
     fuse(model)  # as drot.load does
     message = r"packed weights cannot be trained: call dequantize\(\) of the model first"
+    before = [module.training for module in model.modules()]
     with pytest.raises(UserError, match=message):
         model.train()
+    assert [module.training for module in model.modules()] == before
     pytest.importorskip("accelerate")  # which Trainer needs
     with pytest.raises(UserError, match=message):
         Trainer(model=model)

@@ -38,6 +38,13 @@ def test_which_gpus_run_a_build(capability, built, runs):
     assert (kernel_problem(capability, built) is None) == runs
 
 
+def test_no_build_runs_a_gpu_before_8_0():
+    line = "has kernels only for GPUs of 8.0 and later"
+    without = "`DROT_WITH_CUDA=0 pip install --no-build-isolation .` builds it without them"
+    assert kernel_problem((7, 5), DEFAULT) == f"{line}: {without}"
+    assert kernel_problem((6, 1), "") == line
+
+
 def gpu(monkeypatch, capability, built, cuda="13.0", count=1, current=0):
     """Makes torch find GPUs of this capability, and drot built for the architectures `built`."""
     devices.check_gpu.cache_clear()

@@ -238,6 +238,12 @@ def test_cholesky_qr(shape: tuple[int, ...], dtype: torch.dtype, device: str) ->
     torch.testing.assert_close(r.double(), exact[1], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 4), (3, 0, 0)])
+def test_cholesky_qr_of_nothing(shape: tuple[int, ...], device: str) -> None:
+    q, r, reliable = cholesky_qr(torch.zeros(shape, device=device))
+    assert q.shape == r.shape == shape and reliable.shape == shape[:1] and reliable.all()
+
+
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6, 1e7, 1e9, 1e12])
 def test_cholesky_qr_detects_ill_conditioned_input(condition: float, device: str) -> None:
     """`reliable` is true exactly where q is orthogonal to fp32, even if Cholesky itself succeeds."""

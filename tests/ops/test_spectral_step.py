@@ -48,6 +48,15 @@ def test_values(n: int, count: int, device: str) -> None:
         error = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
         assert float(error.max()) < tolerance
     assert orthogonality_error(tensors[0]) < 0.01
+
+
+def test_autocast_changes_nothing(device: str) -> None:
+    tensors = case(2, 16, device)
+    plain = [t.clone() for t in tensors]
+    spectral_step(*plain, *NUMBERS)
+    with torch.autocast(device, torch.bfloat16):
+        spectral_step(*tensors, *NUMBERS)
+    assert all(map(torch.equal, tensors, plain))
     assert not tensors[1].tril().any()
 
 

@@ -106,6 +106,15 @@ def test_nothing(device: str) -> None:
     nothing = torch.zeros(3, 0, device=device)
     assert swiglu_rotate(nothing, nothing, torch.zeros(0, 4, 4, device=device)).shape == (3, 0)
     assert swiglu_rotate(nothing, nothing).shape == (3, 0)
+    gate, blocks = nothing.clone().requires_grad_(), torch.zeros(0, 4, 4, device=device).requires_grad_()
+    swiglu_rotate(gate, nothing, blocks).sum().backward()
+    assert gate.grad.shape == (3, 0) and blocks.grad.shape == (0, 4, 4)
+
+
+def test_forward_mode_is_refused(device: str) -> None:
+    gate, up = torch.ones(2, 1, 4, device=device)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative; use swiglu_rotate_ref"):
+        torch.func.jvp(lambda gate: swiglu_rotate(gate, up), (gate,), (gate,))
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,17 @@ def test_a_resumed_run_needs_less(needs, tmp_path):
     assert first == again and before == 0 and 0.5 * sum(first) < written < sum(first)
 
 
+def test_hidden_states_in_a_file_count(needs, tmp_path, monkeypatch):
+    folder = save_small_model(small_model("llama"), tmp_path / "dense")
+    prune(str(folder), recipe(), out=tmp_path / "in memory")
+    monkeypatch.setattr("drot.pipeline.states.available_memory", lambda: 1000)
+    result = prune(str(folder), recipe(), out=tmp_path / "in a file")
+    assert result.manifest.hidden_states == "file"
+    (checkpoint, beside, _), (same, more, _) = needs
+    tokens, hidden = TOKENS.numel(), small_model("llama").config.hidden_size
+    assert (same, more) == (checkpoint, beside + 4 * tokens * hidden)
+
+
 def test_a_disk_that_is_too_small_is_refused_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 50_000))
     events = []

@@ -8,7 +8,7 @@ from torch import nn
 
 from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
-from drot.config import Recipe
+from drot.config import Recipe, resolve
 from drot.core.errors import UserError
 from drot.pipeline import dry_run
 from drot.pipeline.dry_run import USED_SHARE, fitted, run_needs
@@ -79,6 +79,20 @@ def test_fields_of_the_command_line_stay(model):
         fitted(model, Recipe(), memory, fixed={"solve"}, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("fixed", "last"),
+    [
+        ("", APART | {"recover": "none"} | UNSOLVED),
+        ("recover", APART | UNSOLVED),
+        ("distill_epochs", {"recover": "none"} | UNSOLVED),
+        ("solve", APART | {"recover": "none"}),
+    ],
+)
+def test_a_field_that_stays_keeps_no_other_from_changing(fixed, last):
+    *_, found = dry_run._lower(resolve(BEST), {fixed}, offloads=False)
+    assert found == last
+
+
 def test_the_command_line_says_what_it_chose(model, capsys):
     size = f"{memory_of(model, Recipe().replace(**UNSOLVED))}B"
     assert cli.run(["prune", str(model), "--dry-run", "--device", "cpu", "--fit", size]) == 0
@@ -102,6 +116,19 @@ def test_the_other_ranks_need_no_text(model, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert fitted(model, chosen, 2**40, device="cpu").changes == {}
+
+
+def test_all_ranks_choose_alike(model, tmp_path, monkeypatch):
+    """Also where the text is shorter than asked, which the first rank alone could know."""
+    (tmp_path / "short.txt").write_text("A short text. " * 2000)
+    chosen = BEST.replace(source=str(tmp_path / "short.txt"), nsamples=400, seqlen=32)
+    found = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        found.append(fitted(model, chosen, 2**40, device="cpu", gpus=2).asked)
+    assert found[0] == found[1]
+    assert run_needs(model, chosen, device="cpu").tokens < run_needs(model, chosen, device="cpu", gpus=2).tokens
 
 
 def test_a_dry_run_counts_the_layers_that_share_a_rotation(model):

@@ -69,9 +69,10 @@ def test_a_layer_of_qwen3_30b_a3b_takes_less_than_30_gb():
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    asked = recipe(quality="balanced", steps=2, down_rotation="none", seqlen=2048)
+    equal = {"token_weights": "equal", "output_weights": "equal"}  # whose gradients take less than the Hessians
+    asked = recipe(quality="balanced", steps=2, down_rotation="none", seqlen=2048, **equal)
     chosen = resolve(asked, device="cuda", positions=2048)
-    tokens = torch.zeros(128, 2048, dtype=torch.long)
+    tokens = torch.zeros(32, 2048, dtype=torch.long)
     costs, _ = counting["counted_run"](model.eval().requires_grad_(False), chosen, tokens)
     routed = 5 * inputs.ROUTED_BYTES + 128 * (4 * 2048**2 + 2 * 2 * 768 * 2048)
     assert 10e9 < max(costs.peak.values()) < 30e9 - routed

@@ -67,6 +67,14 @@ def test_tokens_have_the_probabilities_of_the_model(tmp_path):
     assert abs(float(excess.mean())) < 4 * float(excess.std()) / excess.numel() ** 0.5
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model(made, monkeypatch):
+    model, tokenizer = load(made / "model", device="cpu"), load_tokenizer(made / "model")
+    rows = model.config.vocab_size
+    tokenizer.add_tokens([f"<{number}>" for number in range(9 * rows)])
+    ids = torch.cat(list(_batches(model, tokenizer, 40, 2, 0)))
+    assert ids.max() < rows <= len(tokenizer) // 9
+
+
 def test_every_token_is_told(tmp_path):
     """Of two batches: a batch of a large model takes minutes."""
     events = []
@@ -210,6 +218,18 @@ def test_a_run_that_ends_after_the_text_goes_on_with_it(made, tmp_path):
     phases = []
     prune(made, tmp_path / "out", resume=True, progress=lambda event: phases.append(event.phase))
     assert "sample" not in phases and not (tmp_path / "out.partial").exists()
+
+
+def test_a_run_that_reads_another_text_does_not_keep_it(made, tmp_path):
+    def stop(event):
+        if event.phase == "tokenize":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(made, tmp_path / "out", progress=stop)
+    other = recipe().replace(source=f"{made}/text.txt")
+    prune(made, tmp_path / "out", other, resume=True)
+    assert OWN not in {file.name for file in (tmp_path / "out").iterdir()}
 
 
 @pytest.mark.parametrize("changes", [dict(seed=1), dict(nsamples=5), dict(model=True), dict(damaged=True)])

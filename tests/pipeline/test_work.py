@@ -195,7 +195,7 @@ def test_a_dry_run_needs_what_the_run_writes(tmp_path):
     sizes = small_sizes()
     assert (needs.checkpoint, needs.partial) == disk_needs(sizes, needs.recipe, torch.bfloat16)
     assert (needs.tokens, needs.dtype, needs.save_dtype) == (192, "float32", "bfloat16")
-    assert needs.work == formulas.run_work(sizes, needs.recipe, torch.float32) and needs.seconds > 0
+    assert needs.work == formulas.run_work(sizes, needs.recipe, torch.float32)
     (tmp_path / "model" / "model.safetensors").unlink()
     assert not needs.tokens_known
     assert run_needs(tmp_path / "model", Recipe().replace(mode="none", method="magnitude")).tokens == 0

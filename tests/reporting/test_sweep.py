@@ -252,3 +252,16 @@ def test_a_text_of_the_model_and_the_training_of_all_layers(inputs, tmp_path):
     recipe = recipe_of(inputs).replace(source="own", nsamples=8, distill_epochs=1)
     by_hand = drot.prune(inputs / "model", recipe, device="cpu")
     assert trained == measured(inputs, by_hand.model)
+
+
+def test_another_model_writes_its_own_text_and_a_sweep_that_has_no_more_than_that_goes_on(inputs, tmp_path):
+    file, out = grid_file(inputs, tmp_path, "grid: {source: [own], nsamples: [8]}"), tmp_path / "out"
+    sweep(file, out=out, model=inputs / "model")
+    for name in ("cells", "dense.json", "sweep.csv"):
+        shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink()
+    assert all(each.name.startswith("own_text_") for each in out.iterdir())
+    torch.manual_seed(1)
+    save_small_model(small_model("llama", num_hidden_layers=2), tmp_path / "other")
+    sweep(file, out=out, model=tmp_path / "other")
+    first, second = (each.read_text() for each in out.glob("own_text_*.jsonl"))
+    assert first != second

@@ -17,7 +17,7 @@ def test_the_copies_of_a_layer_are_those_that_are_counted(tmp_path, monkeypatch)
     """Of the caller's thread: other threads copy while it works. The run has all that a run can have."""
     counting = runpy.run_path(str(ROOT / "benchmarks/counting.py"))
     recover = {"recover": "block", "recover_epochs": 1}
-    chosen, tokens = recipe(quality="best", sparsity="2:4", steps=2, **recover), random_tokens(8, 40)
+    chosen, tokens = recipe(quality="best", sparsity="2:4", steps=2, **recover), random_tokens(4, 40)
     train = distill._train
 
     def helps(*given, **kept):  # a training that does not help would read each layer again
@@ -34,7 +34,7 @@ def test_the_copies_of_a_layer_are_those_that_are_counted(tmp_path, monkeypatch)
                   device="second:0", dtype="bfloat16")  # fmt: skip
         copied.append(sum(costs.copied.values()))
         resolved = resolve(
-            chosen, device="cuda", down_width=model.config.intermediate_size, tokens=(8, 40), distillation=8
+            chosen, device="cuda", down_width=model.config.intermediate_size, tokens=(4, 40), distillation=4
         )
         found, _ = counting["counted_run"](model.to("meta"), resolved, tokens)
         counted.append(sum(found.copied.values()))

@@ -47,8 +47,9 @@ DROT_HOST_DEVICE bool make_keys(const Math* w, const Math* column_scale, int64_t
 
 // The mask of kLanes neighbouring groups, key and removed in the order of the columns. kGroup is the group,
 // or 0 where the compiler does not know it. Where a row ends earlier, the mask behind its end is meaningless.
+// Not inlined: it would be compiled for each type of y, which takes minutes, in place of each type of key.
 template <int kGroup, class Key>
-DROT_HOST_DEVICE void mark_removed(const Key* key, int group, int prune, Key* removed) {
+[[gnu::noinline]] void mark_removed(const Key* key, int group, int prune, Key* removed) {
   Key by_lane[kMaxGroup * kLanes], marks[kMaxGroup * kLanes];
   columns_to_lanes<kLanes>(key, kGroup ? kGroup : group, by_lane);
   removed_lanes<kLanes>(by_lane, kGroup ? kGroup : group, prune, marks);

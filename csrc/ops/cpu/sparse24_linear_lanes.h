@@ -12,15 +12,6 @@
 namespace drot::DROT_SIMD {
 namespace {
 
-DROT_HOST_DEVICE float to_float(float x) { return x; }
-DROT_HOST_DEVICE float to_float(Bf16 x) { return widen(x); }
-DROT_HOST_DEVICE float to_float(Fp16 x) { return widen(x); }
-DROT_HOST_DEVICE float from_float(float x, float) { return x; }
-template <class V>
-DROT_HOST_DEVICE V from_float(float x, V) {
-  return narrow(x, V{});
-}
-
 #if defined(__AVX2__)
 
 // For each byte of positions (eight columns): the control of the byte shuffle that moves four 16-bit values
@@ -163,13 +154,13 @@ struct Lanes {
 template <class V>
 DROT_HOST_DEVICE Lanes expand(const V* values, const uint8_t* positions) {
   Lanes out{};
-  for (int i = 0; i < 4; ++i) out.at[4 * (i / 2) + (positions[0] >> (2 * i) & 3)] = to_float(values[i]);
+  for (int i = 0; i < 4; ++i) out.at[4 * (i / 2) + (positions[0] >> (2 * i) & 3)] = widen(values[i]);
   return out;
 }
 template <class V>
 DROT_HOST_DEVICE Lanes load(const V* from) {
   Lanes out;
-  for (int i = 0; i < kLanes; ++i) out.at[i] = to_float(from[i]);
+  for (int i = 0; i < kLanes; ++i) out.at[i] = widen(from[i]);
   return out;
 }
 DROT_HOST_DEVICE void store(const Lanes& x, float* to) { std::memcpy(to, x.at, sizeof(x)); }
@@ -206,10 +197,10 @@ DROT_HOST_DEVICE int64_t ahead24(int64_t at, int64_t length, int rows) {
 template <class V, class X>
 DROT_HOST_DEVICE void finish(const Sparse24Rows<V, X>& p, int64_t row, int64_t token, float y) {
   const int64_t at = token * p.out + row;
-  if (p.bias) y += to_float(p.bias[row]);
-  if (p.residual) y += to_float(p.residual[at]);
+  if (p.bias) y += widen(p.bias[row]);
+  if (p.residual) y += widen(p.residual[at]);
   if (p.rotated) y += p.rotated[at];
-  p.y[at] = from_float(y, V{});
+  p.y[at] = narrow(y, V{});
 }
 
 }  // namespace

@@ -248,7 +248,7 @@ void widen_rows(const V* from, int64_t stride, int64_t rows, int64_t columns, fl
   for (int64_t i = 0; i < rows; ++i) {
     int64_t j = 0;
     for (; j + kLanes <= columns; j += kLanes) store(load(from + i * stride + j), to + i * padded + j);
-    for (; j < padded; ++j) to[i * padded + j] = j < columns ? to_float(from[i * stride + j]) : 0;
+    for (; j < padded; ++j) to[i * padded + j] = j < columns ? widen(from[i * stride + j]) : 0;
   }
 }
 
