@@ -71,6 +71,20 @@ def check_unfinished(out: Path, *, resume: bool) -> None:
     _read_identity(folder)
 
 
+def check_begun(out: Path, known: dict[str, Any]) -> None:
+    """Raises UserError if an unfinished run that writes to `out` has another identity, as far as it is `known`."""
+    folder = partial_folder(out)
+    if (before := _read_identity(folder)) is not None:
+        _check_same_run(folder, {key: before.get(key) for key in known}, known)
+
+
+def _check_same_run(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    if changed := identity_differences(before, now, "the unfinished run"):
+        raise UserError(
+            f"cannot resume {folder}: {changed}; repeat the settings of the unfinished run or remove the folder"
+        )
+
+
 def finished_layers(out: Path) -> int:
     """How many layers of the unfinished run that writes to `out` are finished."""
     parts = read_parts(partial_folder(out)) or {}
@@ -212,11 +226,7 @@ class RunState:
         before = _read_identity(self.folder)
         if before is None:
             return
-        if changed := identity_differences(before, self.identity, "the unfinished run"):
-            raise UserError(
-                f"cannot resume {self.folder}: {changed}; repeat the settings of the unfinished run or "
-                "remove the folder"
-            )
+        _check_same_run(self.folder, before, self.identity)
         for temporary in self.folder.glob("*.part"):  # of a process that was killed while it wrote
             shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
         parts = read_parts(self.folder)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drot.config import ResolvedRecipe
 from drot.core.hashes import weights_record
 from drot.machine.devices import dtype_name
 from drot.pipeline.context import RunContext
@@ -35,18 +36,28 @@ def identity_of_parts(identity: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def known_before_the_text(recipe: ResolvedRecipe) -> dict[str, Any]:
+    """What the parts of a run depend on (`identity_of_parts`), as far as the recipe alone says it."""
+    known = identity_of_parts({"recipe": _recipe_identity(recipe), "format": recipe.format})
+    return {key: known[key] for key in ("recipe", "format")}
+
+
+def _recipe_identity(recipe: ResolvedRecipe) -> dict[str, Any]:
+    found = recipe.to_dict()
+    del found["calibration"]["source"]  # the tokens count, not the spelling of a path
+    return found
+
+
 def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any]:
     """The identity of a run, in plain JSON types. It must be taken before the run changes the weights.
 
     It does not depend on where the model and the text lie: weights and tokens are named by their hashes.
     """
-    recipe = run.recipe.to_dict()
-    del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path
     config = json.loads(run.model.config.to_json_string(use_diff=False))
     identity = {
         "weights": weights_record(run.model.model.state_dict(), parts=run.model.parts_of_state),
         "config": {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL},
-        "recipe": recipe,
+        "recipe": _recipe_identity(run.recipe),
         "rotations": None if given is None else given.entry["sha256"],
         "calibration": calibration_hash(run.tokens),
         **({} if run.distill_tokens is None else {"distillation": calibration_hash(run.distill_tokens)}),

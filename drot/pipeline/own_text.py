@@ -108,7 +108,8 @@ def write_own_text(
     its seed is that of the calibration. A model that is named is loaded for it, and dropped. The first row
     has a digest of what wrote the text: until a run has a journal, another run could have left its `file`.
 
-    Raises UserError if the memory does not hold the model, and as `sample`.
+    Raises UserError if the memory does not hold the model, if a run that has begun has no text, and as
+    `sample`.
 
     device, dtype: of a model that is named. A loaded model writes where it lies.
     """
@@ -122,12 +123,15 @@ def write_own_text(
     name = str(model) if isinstance(model, str | Path) else config.name_or_path
     settings = json.loads(config.to_json_string(use_diff=False))
     written_by = json_digest([name, settings, str(dtype), text.seed, count, seqlen])
+    begun = any((file.parent / journal).exists() for journal in (IDENTITY, MANIFEST))
+    if begun and not file.exists():
+        raise UserError(
+            f"cannot resume {file.parent}: it has no {file.name}, so its run read another text or the file was "
+            "removed: name the `source` of that run, or copy the file back"
+        )
     if file.exists():
         # the texts of a sweep have names of their own
-        known = file.parent.suffix != ".partial" or any(
-            (file.parent / journal).exists() for journal in (IDENTITY, MANIFEST)
-        )
-        if known or _author(file) == written_by:
+        if begun or file.parent.suffix != ".partial" or _author(file) == written_by:
             return
         logger.warning("%s is a text of another model or of other settings: it is written again", file)
         file.unlink()

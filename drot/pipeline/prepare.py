@@ -1,6 +1,7 @@
 """The beginning of a run: resolves the recipe, and loads the calibration tokens and the model."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def prepare(
     measures: bool = False,
     streams: bool = False,
     own_text: Path | None = None,
+    check: Callable[[ResolvedRecipe], None] = lambda recipe: None,
     progress: Progress,
     ranks: Ranks = ALONE,
 ) -> Prepared:
@@ -131,6 +133,7 @@ def prepare(
     streams: whether the layers of a model that is named by `model` are read from its files when their turn
         comes, and dropped after it. Otherwise all of them are loaded.
     own_text: the file of the text that the model writes, which is read if it exists; None keeps no file.
+    check: called by rank 0 before it reads the text, or lets the model write one.
     ranks: those that share the work. Rank 0 reads the text and shows the progress.
     """
     is_a("model", model, str, Path, PreTrainedModel)
@@ -158,6 +161,7 @@ def prepare(
         source = recorded_name(getattr(config, "_name_or_path", ""))
     else:
         source, tokenizer = recorded_name(model), tokenizer or load_tokenizer(model)
+    ranks.on_first(lambda: check(planned.recipe))
     reader = TextReader(
         model=model, tokenizer=tokenizer, config=config, device=planned.device, dtype=dtype,
         progress=progress, ranks=ranks, own_text=own_text,

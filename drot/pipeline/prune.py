@@ -21,13 +21,14 @@ from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.resume import (
     OWN_TEXT,
     RunState,
+    check_begun,
     check_unfinished,
     identity_differences,
     partial_folder,
 )
 from drot.checkpoint.save import check_output, check_saves
 from drot.checkpoint.size import check_space
-from drot.config import Recipe
+from drot.config import Recipe, ResolvedRecipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -41,7 +42,7 @@ from drot.pipeline.batches import check_sequences
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.distill import lacking
-from drot.pipeline.identity import identity_of_parts, run_identity
+from drot.pipeline.identity import identity_of_parts, known_before_the_text, run_identity
 from drot.pipeline.memory import state_bytes
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import Prepared, prepare
@@ -147,6 +148,11 @@ def prune(
         same = {"recipe": recipe.to_dict(), "out": str(out), "format": format, "resume": resume}
         _check_same(ranks, same | {"drot": __version__, "dtype": str(dtype), "save_dtype": str(save_dtype)})
         finished = ranks.on_first(lambda: _enter(opened, out, rotations_out, recipe, resume))
+
+        def check(resolved: ResolvedRecipe) -> None:
+            if out is not None and not finished:
+                check_begun(out, known_before_the_text(resolved))
+
         prepared = prepare(
             model,
             recipe,
@@ -160,6 +166,7 @@ def prune(
             format=format,
             streams=out is not None,
             own_text=None if out is None else (out if finished else partial_folder(out)) / OWN_TEXT,
+            check=check,
             progress=progress if ranks.first else silent,
             ranks=ranks,
         )

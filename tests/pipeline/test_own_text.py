@@ -232,6 +232,26 @@ def test_a_run_that_reads_another_text_does_not_keep_it(made, tmp_path):
     assert OWN not in {file.name for file in (tmp_path / "out").iterdir()}
 
 
+def test_a_run_of_another_text_is_told_so_before_the_model_writes_one(made, tmp_path):
+    phases = []
+
+    def stop(event):
+        phases.append(event.phase)
+        if (event.phase, event.layer) == ("prune", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(made, tmp_path / "out", recipe().replace(source=f"{made}/text.txt"), progress=stop)
+    phases.clear()
+    for chosen, line in (
+        (recipe(), f"it has no {OWN}, so its run read another text"),
+        (recipe(seed=1), "calibration.seed: 0 in the unfinished run, 1 now; repeat the settings"),
+    ):
+        with pytest.raises(drot.UserError, match=line):
+            prune(made, tmp_path / "out", chosen, resume=True, progress=stop)
+    assert not {"sample", "tokenize", "load"} & set(phases)
+
+
 @pytest.mark.parametrize("changes", [dict(seed=1), dict(nsamples=5), dict(model=True), dict(damaged=True)])
 def test_a_text_of_another_run_is_written_again(made, tmp_path, caplog, changes):
     """A run that ended before its first layer left its text, and no journal that says what run it was."""
