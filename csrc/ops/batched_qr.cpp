@@ -48,7 +48,8 @@ static at::Tensor lower_gram(const at::Tensor& a) {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cholesky_qr(const at::Tensor& a) {
   check_batched_qr(a);
-  if (a.numel() == 0) return {a.clone(), a.clone(), at::ones(a.sizes().slice(0, a.dim() - 2), at::kBool).to(a.device())};
+  if (a.numel() == 0)
+    return {a.clone(), a.clone(), at::ones(a.sizes().slice(0, a.dim() - 2), a.options().dtype(at::kBool))};
   const at::Tensor wide = a.to(at::kDouble);
   const auto [lower, info] = at::linalg_cholesky_ex(lower_gram(wide));
   const at::Tensor r = lower.mT();

@@ -129,7 +129,7 @@ class DrotModel(Mixin):
         write_manifest(folder, manifest)
 
     def train(self: Any, mode: bool = True) -> Any:
-        """`train` of the module. Raises UserError, and changes no part, if packed weights would be trained."""
+        """`train` of the module. Raises UserError, and changes nothing, if a part is packed."""
         if mode and is_packed(self):
             raise UserError(NOT_TRAINABLE)
         return super().train(mode)  # type: ignore[misc]

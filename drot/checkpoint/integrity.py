@@ -18,6 +18,9 @@ from drot.core.reading import Entries, check_schema, read_json
 
 #: what is wrong with a file that drot has not written, and that a model is loaded from
 EXTRA = "is extra"
+CONFIG = "config.json"
+#: the command that records the files of a folder as they are
+RECORD_ANEW = "drot info {} --accept"
 #: what `drot report` writes into the folder unless it is told another file; no hash of it is recorded
 REPORT = "report.html"
 #: the files from which transformers loads the weights of a folder
@@ -83,7 +86,7 @@ def compare(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
 
 def is_loaded(name: str) -> bool:
     """Whether a model is made from the file `name` of its folder: from its weights and its config."""
-    return name == "config.json" or WEIGHTS.fullmatch(name) is not None
+    return name == CONFIG or WEIGHTS.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
@@ -102,6 +105,16 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
     present = {file.name for file in folder.iterdir()}
     loaded = sorted(name for name in files.keys() | present if is_loaded(name))
     stop = threading.Event()
+
+    def refuse(name: str, problem: str | None) -> None:
+        if problem is not None:
+            raise UserError(
+                f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the "
+                f"checkpoint again, or record a change of your own with {RECORD_ANEW.format(folder)}"
+            )
+
+    if CONFIG in files:  # before the caller does hours of work
+        refuse(CONFIG, damage(folder / CONFIG, files[CONFIG]))
     with ThreadPoolExecutor(workers(len(loaded))) as pool:
         found = [
             pool.submit(damage, folder / name, files[name], stop) if name in files else None
@@ -114,9 +127,4 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
             raise
         problems = [future.result() if future else "is not in the list of files" for future in found]
     for name, problem in zip(loaded, problems, strict=True):
-        if problem is not None:
-            raise UserError(
-                f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the "
-                f"checkpoint again, or record a change of your own with drot info {folder} and its option "
-                "accept"
-            )
+        refuse(name, problem)

@@ -72,7 +72,7 @@ def check_unfinished(out: Path, *, resume: bool) -> None:
 
 
 def check_begun(out: Path, known: dict[str, Any]) -> None:
-    """Raises UserError if an unfinished run that writes to `out` has another identity, as far as it is `known`."""
+    """Raises UserError if an unfinished run that writes to `out` differs in an entry of its identity."""
     folder = partial_folder(out)
     if (before := _read_identity(folder)) is not None:
         _check_same_run(folder, {key: before.get(key) for key in known}, known)
@@ -81,7 +81,8 @@ def check_begun(out: Path, known: dict[str, Any]) -> None:
 def _check_same_run(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     if changed := identity_differences(before, now, "the unfinished run"):
         raise UserError(
-            f"cannot resume {folder}: {changed}; repeat the settings of the unfinished run or remove the folder"
+            f"cannot resume {folder}: {changed}; repeat the settings of the unfinished run or remove "
+            "the folder"
         )
 
 

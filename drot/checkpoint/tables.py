@@ -229,7 +229,8 @@ def evaluation_figures(entry: EvaluationRecord) -> Iterator[tuple[str, str]]:
             if (share := gap_closed(dense, plain, value)) is not None:
                 yield f"gap closed on {short(text)}, from {plain:.3f} by the method alone", f"{share:.0%}"
     for text, agreement in entry.agreement.items():
-        yield f"next tokens as {short(entry.against or '')} on {short(text)}", f"{agreement.equal_tokens:.1%}"
+        name = short(entry.against or "")
+        yield f"next tokens equal to those of {name} on {short(text)}", f"{agreement.equal_tokens:.1%}"
     for task, value in entry.tasks.items():
         details = entry.task_details.get(task)
         shots = f", {details.fewshot} examples" if details is not None and details.fewshot else ""

@@ -107,7 +107,8 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     if format_message is not None:
         cause: Any = error.__cause__  # pydantic's, whose message does not say what came
         got = f"; got {shortened(cause.errors()[0]['input'])}" if hasattr(cause, "errors") else ""
-        return 2, f"{format_message()}{got} ({_help_line(error, command)} lists the options)"
+        listed = "options" if command in COMMANDS else "commands"
+        return 2, f"{format_message()}{got} ({_help_line(error, command)} lists the {listed})"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of any option or argument
         return 2, f"the name {shortened(error.filename)} is too long for a file: shorten it"
     return 1, f"{type(error).__name__}: {error}{'' if debug else ' (--debug shows where)'}"

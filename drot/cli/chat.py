@@ -23,7 +23,7 @@ def chat(
     device: str = "auto",
     dtype: str = "auto",
 ) -> None:
-    """Chat with MODEL in the terminal, or answer each line of stdin.
+    """Chat with MODEL in the terminal, or answer each line of stdin but empty ones.
 
     /new starts again, /exit ends, and so does Ctrl-D. Ctrl-C ends an answer or, between answers, the chat. A
     model without a chat template continues each line as plain text.

@@ -68,7 +68,8 @@ def evaluate(
             figure, after all figures were printed and recorded. For tests that watch a model.
         no_record: Leave drot.json as it is. Otherwise the figures are added to the drot.json of each model
             that has one; they replace those of the same measurement.
-        as_json:
+        as_json: Print the result as JSON on stdout: an object, or a list of objects for several models.
+            Infinity and NaN become null.
     """
     from drot.evaluation import evaluate as evaluation
 

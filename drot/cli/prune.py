@@ -19,6 +19,7 @@ from drot.cli.ranks import checked_ranks, launch_if_asked
 from drot.cli.recipe import AskedRecipe, asked_recipe, check_rotations_file, fit_recipe, run_settings
 from drot.cli.sensitivity import show_sensitivity
 from drot.config import Recipe
+from drot.core.checks import path_exists
 from drot.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -168,9 +169,13 @@ def _folder(out: Path | None) -> Path:
 
 def _model(name: str | None, gguf_file: str | None, manifest: dict[str, Any]) -> str:
     """The model to prune: the named one, or that from which the checkpoint of the recipe was made."""
+    from drot.core.hub import HUB_NAME
+
     model = name or manifest.get("base_model")
     if not model:
         raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as --recipe")
+    if not name and not HUB_NAME.fullmatch(model) and not path_exists(Path(model)):
+        raise UserError(f"there is no {model}, from which the checkpoint of --recipe was made: name MODEL")
     return str(model) if gguf_file is None else f"{model}/{gguf_file}"
 
 

@@ -45,7 +45,7 @@ class Sparsity:
             if not 0 <= ratio < 1:
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            expected = "a ratio in [0, 1) such as 0.5, or n:m with 0 < n < m <= 32 such as 2:4"
+            expected = "a ratio below 1 such as 0.5 or 50%, or n:m with 0 < n < m <= 32 such as 2:4"
             raise UserError(f"{what} must be {expected}; got {shortened(text)}") from None
         return cls(ratio=ratio)
 

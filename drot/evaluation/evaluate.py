@@ -15,6 +15,7 @@ from torch import Tensor
 from drot.checkpoint.load import load_tokenizer
 from drot.checkpoint.manifest import Manifest, find_manifest
 from drot.checkpoint.opening import load_config
+from drot.checkpoint.source import recorded_name
 from drot.checkpoint.tables import short
 from drot.config import default_seqlen
 from drot.core.checks import is_a, is_callable
@@ -111,7 +112,7 @@ def evaluate(
         raise UserError("`models` must name one model at least; got none")
     is_callable("progress", progress)
     names, sources = [str(model) for model in models], [str(text) for text in ppl]
-    original = None if against is None else str(against)
+    original = None if against is None else recorded_name(against)
     options, target = TaskOptions(limit, batch_size, num_fewshot), pick_device(device)
     _check_arguments(sources, tasks, original, options, dtype, stream)
     _check_manifests(names if record else (), original)

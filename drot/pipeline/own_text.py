@@ -126,8 +126,8 @@ def write_own_text(
     begun = any((file.parent / journal).exists() for journal in (IDENTITY, MANIFEST))
     if begun and not file.exists():
         raise UserError(
-            f"cannot resume {file.parent}: it has no {file.name}, so its run read another text or the file was "
-            "removed: name the `source` of that run, or copy the file back"
+            f"cannot resume {file.parent}: it has no {file.name}, so its run read another text or the file "
+            "was removed: name the `source` of that run, or copy the file back"
         )
     if file.exists():
         # the texts of a sweep have names of their own
@@ -244,7 +244,8 @@ def _batches(
     """Token ids [sequences, seqlen] of `count` sequences in all, as many at once as the device takes well."""
     special = set(tokenizer.all_special_ids)
     # some tokenizers have more tokens than the model
-    known = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
+    embedding: Any = model.get_input_embeddings()
+    known = min(len(tokenizer), len(embedding.weight))
     first = torch.tensor([token for token in range(known) if token not in special])
     its_own = model.generation_config
     # what is not named here would come from generation_config.json of the model, which narrows the text

@@ -110,7 +110,7 @@ def test_figures_and_base_model(tmp_path):
     for line in (
         "| perplexity on wiki.txt, windows of 64 tokens | 5.250 | float32, 2026-01-02 |",
         "| perplexity on other.txt, windows of 64 tokens | not finite | float32, 2026-01-02 |",
-        "| next tokens as someone/dense on wiki.txt | 90.0% | float32, 2026-01-02 |",
+        "| next tokens equal to those of someone/dense on wiki.txt | 90.0% | float32, 2026-01-02 |",
         "| accuracy in piqa | 75.00% | float32, 2026-01-02 |",
         "| accuracy in own:wiki.txt | 50.00% | float32, 2026-01-02 |",
         "drot prune someone/dense --recipe drot.json --out FOLDER",

@@ -81,12 +81,16 @@ def test_help_of_prune_shows_the_options_that_people_use_first(capsys):
         ("prune m --out", "drot prune --help"),
         ("eval m --nothing", "drot eval --help"),
         ("eval", "drot eval --help"),
-        ("nothing", "drot --help"),
     ],
 )
 def test_a_usage_error_names_the_help_that_has_the_option(line, hint, capsys):
     assert cli.run(line.split()) == 2
     assert capsys.readouterr().err.endswith(f"({hint} lists the options)\n")
+
+
+def test_a_misspelt_command_names_the_help_that_has_the_commands(capsys):
+    assert cli.run(["nothing"]) == 2
+    assert capsys.readouterr().err.endswith("(drot --help lists the commands)\n")
 
 
 @pytest.mark.parametrize("line", ["prune m --nsamples ten", "bench --repeats ten"])

@@ -51,6 +51,14 @@ def test_a_run_is_repeated_from_its_checkpoint(calls, checkpoint, caplog):
     assert (model, options["format"]) == ("other/model", "dense")
 
 
+def test_a_model_that_is_not_here_is_asked_for(calls, checkpoint, capsys):
+    change(checkpoint, base_model="./models/dense")
+    assert prune("--recipe", checkpoint) == 2 and not calls
+    line = "there is no ./models/dense, from which the checkpoint of --recipe was made: name MODEL"
+    assert line in capsys.readouterr().err
+    assert prune("m", "--recipe", checkpoint) == 0
+
+
 def test_options_replace_fields_and_say_so(calls, checkpoint, caplog):
     arguments = ("--recipe", checkpoint, "--sparsity", "2:4", "--rotation", "block:2", "--method", "wanda")
     assert prune(*arguments) == 0

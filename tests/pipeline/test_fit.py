@@ -128,7 +128,9 @@ def test_all_ranks_choose_alike(model, tmp_path, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")
         found.append(fitted(model, chosen, 2**40, device="cpu", gpus=2).asked)
     assert found[0] == found[1]
-    assert run_needs(model, chosen, device="cpu").tokens < run_needs(model, chosen, device="cpu", gpus=2).tokens
+    assert (
+        run_needs(model, chosen, device="cpu").tokens < run_needs(model, chosen, device="cpu", gpus=2).tokens
+    )
 
 
 def test_a_dry_run_counts_the_layers_that_share_a_rotation(model):

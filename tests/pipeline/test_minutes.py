@@ -69,7 +69,10 @@ def test_a_layer_of_qwen3_30b_a3b_takes_less_than_30_gb():
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    equal = {"token_weights": "equal", "output_weights": "equal"}  # whose gradients take less than the Hessians
+    equal = {
+        "token_weights": "equal",
+        "output_weights": "equal",
+    }  # whose gradients take less than the Hessians
     asked = recipe(quality="balanced", steps=2, down_rotation="none", seqlen=2048, **equal)
     chosen = resolve(asked, device="cuda", positions=2048)
     tokens = torch.zeros(32, 2048, dtype=torch.long)

@@ -57,7 +57,8 @@ inline SimdLevel simd_level() {
         !(limit && std::strcmp(limit, "avx2") == 0)) {
       return SimdLevel::avx512;
     }
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     return avx2 ? SimdLevel::avx2 : SimdLevel::baseline;
   }();
   return level;
