@@ -95,7 +95,7 @@ def hessian_seconds(config: Any, dtype: torch.dtype, device: str, tokens: int) -
             accumulator = HessianAccumulator(width, device)
             for start in range(0, tokens, BATCH):
                 accumulator.add(batch[: tokens - start])
-            accumulator.hessian()
+            accumulator.hessian(1)
 
     return interleaved({"hessians": hessians}, device=device, repeats=3, warmup=1)["hessians"].median
 

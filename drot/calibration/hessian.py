@@ -71,22 +71,21 @@ class HessianAccumulator:
     ) -> None:
         shape = (size, size) if count is None else (count, size, size)
         self._sum = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._sequences, self._ranks = 0, ranks
+        self._ranks = ranks
         #: the tokens of each expert
         self.tokens = torch.zeros(count or 0, dtype=torch.int64, device=device)
 
     def add(self, x: Tensor, root: Tensor | None = None) -> None:
-        """Adds inputs x: [sequences, tokens, in], or [tokens, in] for one sequence, any float dtype.
+        """Adds inputs x [..., in], any float dtype. Some modules have no dimension of sequences.
 
         root: √w [tokens, 1] of the weights w of all tokens of x; None weights all by 1.
         """
         rows = product_factor(x.detach(), root)
         for panel, columns in lower_panels(rows.shape[1], self._sum.device):
             add_product(self._sum[panel, columns], rows[:, panel].T, rows[:, columns])
-        self._sequences += x.shape[0] if x.dim() == 3 else 1
 
     def add_experts(self, parts: Iterable[RoutedInputs], root: Tensor | None = None) -> None:
-        """Adds the inputs of experts, as one sequence. root: as in `add`, of the tokens that were routed."""
+        """Adds the inputs of experts. root: as in `add`, of the tokens that were routed."""
         for places, tokens, x, routed in parts:
             self.tokens.index_add_(0, places, tokens)
             of_tokens = None if root is None else root[routed].view(-1, 1)
@@ -94,15 +93,17 @@ class HessianAccumulator:
             for panel, columns in lower_panels(rows.shape[-1], self._sum.device):
                 products = product(rows[..., panel].mT, rows[..., columns], torch.float32)
                 self._sum[..., panel, columns].index_add_(0, places, products)
-        self._sequences += 1
 
-    def hessian(self) -> Tensor:
-        """H, fp32. It uses the accumulator's memory, so `add` must not be called afterwards."""
+    def hessian(self, sequences: int) -> Tensor:
+        """H, fp32. It uses the accumulator's memory, so `add` must not be called afterwards.
+
+        sequences: those of this rank whose tokens were added.
+        """
         self._ranks.add_(self._sum)
         for panel, _ in lower_panels(self._sum.shape[-1], self._sum.device):
             left = slice(0, panel.start)
             self._sum[..., left, panel] = self._sum[..., panel, left].mT
-        return self._sum.mul_(2.0 / max(self._ranks.total(self._sequences), 1))
+        return self._sum.mul_(2.0 / max(self._ranks.total(sequences), 1))
 
 
 def product_factor(x: Tensor, root: Tensor | None = None) -> Tensor:

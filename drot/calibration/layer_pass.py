@@ -67,7 +67,7 @@ class LayerPass:
         if count is not None:
             stream.ranks.add_(accumulator.tokens)
             self.tokens |= dict(zip((one.name for one in groups), accumulator.tokens.tolist(), strict=True))
-        return accumulator.hessian()
+        return accumulator.hessian(len(stream.hidden_states))
 
     def inputs(self, group: InputGroup, *, outputs: bool = False) -> Iterator[tuple[Any, Tensor | None]]:
         """Yields for each batch the inputs x [sequences, seqlen, in] of a group, and what its linear writes.
@@ -188,7 +188,7 @@ def target_statistics(pruned: LayerPass, dense: LayerPass, group: InputGroup) ->
     dense: that of the dense model through the layer as it was, in the same basis.
     """
     out, size = pruned.layer.shape_of(group.linears[0])
-    device, ranks = pruned.stream.device, pruned.stream.ranks
+    device, ranks, sequences = pruned.stream.device, pruned.stream.ranks, len(pruned.stream.hidden_states)
     hessian = HessianAccumulator(size, device, ranks)
     adds = pruned.layer.adds(group)
     change = torch.zeros(out if adds else size, size, device=device)
@@ -202,8 +202,8 @@ def target_statistics(pruned: LayerPass, dense: LayerPass, group: InputGroup) ->
             difference = product_factor(x_dense).sub(product_factor(x))
         add_product(change, product_factor(difference, root).T, product_factor(x, root))
     ranks.add_(change)
-    change.mul_(2.0 / ranks.total(len(pruned.stream.hidden_states)))
+    change.mul_(2.0 / ranks.total(sequences))
     if adds:
         change.div_(pruned.layer.residual_multiplier)  # E is of the outputs of the linear
-        return TargetStatistics(hessian.hessian(), output_change=change)
-    return TargetStatistics(hessian.hessian(), input_change=change)
+        return TargetStatistics(hessian.hessian(sequences), output_change=change)
+    return TargetStatistics(hessian.hessian(sequences), input_change=change)

@@ -80,7 +80,8 @@ class CalibrationStream:
             none = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
             return cls(none, [{} for _ in model.layers], ranks=ranks, weights=weights)
         hidden_states, kwargs = model.record(tokens, empty or partial(empty_on, device))
-        of_layers = [_to_device(of_layer, device) for of_layer in kwargs]
+        moved: dict[int, Tensor] = {}
+        of_layers = [_to_device(of_layer, device, moved) for of_layer in kwargs]
         return cls(hidden_states, of_layers, device, empty, ranks, weights)
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
@@ -237,7 +238,7 @@ class CalibrationStream:
                     home.write(self.hidden_states[batch], output)
         found: dict[str, Tensor] = {}
         for part in parts:
-            hessian = accumulators[part[0].name].hessian()
+            hessian = accumulators[part[0].name].hessian(len(self.hidden_states))
             of_groups = [hessian] if part[0].expert is None else hessian.unbind()
             found |= {group.name: matrix for group, matrix in zip(part, of_groups, strict=True)}
         return found
@@ -247,11 +248,14 @@ def empty_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> 
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:
+    """A value with its tensors on `device`. moved: id of a tensor → its copy: layers share their masks."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        if id(value) not in moved:
+            moved[id(value)] = value.to(device)
+        return moved[id(value)]
     if isinstance(value, tuple):
-        return tuple(_to_device(item, device) for item in value)
+        return tuple(_to_device(item, device, moved) for item in value)
     if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
+        return {key: _to_device(item, device, moved) for key, item in value.items()}
     return value

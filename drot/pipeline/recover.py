@@ -56,6 +56,9 @@ def recover_layer(
     training = KeptWeights([layer], ranks)
     batches = Batches(len(stream.hidden_states), config.recover_batch, ranks, seed=index)
     steps = config.recover_epochs * batches.steps
+    # of the mean, fp16 could not hold the gradients; of the sum, not those of the weights
+    seqlen, width = stream.hidden_states.shape[1:]
+    scale = width * math.sqrt(seqlen * config.recover_batch)
 
     def error(sequences: Tensor) -> Tensor:
         output = layer(stream.batch(sequences), stream.layer_kwargs[index])
@@ -76,7 +79,7 @@ def recover_layer(
                 for batch, own, size in batches.epoch():
                     training.rate = config.recover_lr * schedule(step, steps)
                     loss = error(batch)
-                    (loss * (own / size)).backward()
+                    (loss * (scale * own / size)).backward()
                     total += loss.detach() * own
                     step += 1
                 trained, held_out = ranks.total(float(total)), held_out_error()

@@ -182,3 +182,35 @@ def test_one_tensor_is_kept_beside_the_stream(monkeypatch):
         list(layer_pass.inputs(group))
     layer_pass.advance()
     assert [shape[-1] for (shape,) in made if isinstance(shape, tuple)] == [64, 32]
+
+
+@pytest.mark.parametrize("family", ["opt", "qwen2_moe"])
+def test_the_statistics_do_not_depend_on_the_batches(family, monkeypatch):
+    """Modules that get tokens without a dimension of sequences: the MLP of OPT, and shared experts."""
+    found = []
+    for sequences in (1, 4):
+        monkeypatch.setattr(streams, "TOKENS_PER_BATCH", {"cpu": sequences * LENGTH})
+        layer, stream = layer_and_stream(family)
+        _, dense = layer_and_stream(family)
+        dense.hidden_states = dense.hidden_states + 0.1
+        groups = [group for group in layer.groups if group.expert is None]
+        run, of_dense = LayerPass(layer, stream), LayerPass(layer, dense, fixed=True)
+        for group in groups:
+            statistics = passes.target_statistics(run, of_dense, group)
+            change = statistics.output_change if layer.adds(group) else statistics.input_change
+            found.append((group.name, statistics.hessian, change))
+    count = len(found) // 2
+    for (name, hessian, change), (_, *others) in zip(found[:count], found[count:], strict=True):
+        torch.testing.assert_close([hessian, change], others, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_layers_share_the_masks_of_a_device():
+    model = DecoderModel(small_model("gemma3_text"))
+    tokens = random_tokens(1, 16)
+    _, kwargs = model.record(tokens, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    moved = CalibrationStream.embed(model, tokens, torch.device("meta")).layer_kwargs
+
+    def masks(of_layers):
+        return len({id(each["attention_mask"]) for each in of_layers if each["attention_mask"] is not None})
+
+    assert masks(moved) == masks(kwargs) < len(kwargs)

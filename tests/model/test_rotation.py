@@ -18,6 +18,7 @@ from small_models import (
 )
 from transformers import core_model_loading
 
+from drot.calibration.stream import CalibrationStream
 from drot.core.errors import UserError
 from drot.model.boundary import remove_boundary_rotation, remove_down_rotation, rotation_place
 from drot.model.decoder import DecoderModel
@@ -29,8 +30,8 @@ from drot.pipeline.invariance import InvarianceError
 CPU = torch.device("cpu")
 
 
-def check_model(model, place="input"):
-    handle, rotations = DecoderModel(model), random_rotations(model, down_block=16)
+def check_model(model, place="input", down_block=16):
+    handle, rotations = DecoderModel(model), random_rotations(model, down_block=down_block)
     bases = Bases(place_in(handle, place), len(handle.layers))
     check = invariance.ModelCheck(handle, random_tokens(1, 40), CPU, bases.place)
     for layer, rotation in zip(handle.layers, rotations, strict=True):
@@ -250,3 +251,35 @@ def test_a_changed_model_is_refused_with_the_path():
     del mlp.up_proj
     with pytest.raises(UserError, match=r"no module 'mlp\.up_proj'"):
         DecoderModel(model).check()
+
+
+def test_a_few_tokens_may_take_other_experts():
+    """Rounding chooses where two experts score alike."""
+    expected = torch.randn(1, 40, 8)
+    got = expected.clone()
+    got[0, :2] += 1
+    assert invariance._rerouted(got, expected).flatten().nonzero().flatten().tolist() == [0, 1]
+    got[0, 2] += 1
+    assert not invariance._rerouted(got, expected).any()
+
+
+def test_other_experts_of_a_token_do_not_stop_a_run(monkeypatch):
+    """Of one layer: the next layers go on with the outputs of the original model."""
+    model, real = small_model("qwen3_moe"), CalibrationStream.advance
+    calls = []
+
+    def advance(stream, layer):
+        real(stream, layer)
+        calls.append(layer.index)
+        if calls.count(1) == 2 and len(calls) == 4:  # of the rotated layer 1
+            stream.hidden_states[0, 0] += 1
+
+    monkeypatch.setattr(CalibrationStream, "advance", advance)
+    for place in ("input", "residual"):
+        calls.clear()
+        assert check_model(model, place, 8) < 1e-5
+        assert calls[:4] == [0, 0, 1, 1]
+    monkeypatch.setattr(invariance, "REROUTED_SHARE", 0.0)
+    calls.clear()
+    with pytest.raises(InvarianceError, match="layer 1"):
+        check_model(model, down_block=8)
