@@ -89,6 +89,20 @@ def is_loaded(name: str) -> bool:
     return name == CONFIG or WEIGHTS.fullmatch(name) is not None
 
 
+def check_config(folder: Path) -> None:
+    """Raises UserError if config.json is not the file that the manifest of a checkpoint describes."""
+    record = recorded_files(folder).get(CONFIG)
+    _refuse(folder / CONFIG, None if record is None else damage(folder / CONFIG, record))
+
+
+def _refuse(file: Path, problem: str | None) -> None:
+    if problem is not None:
+        raise UserError(
+            f"{file} is not the file that {MANIFEST} describes: it {problem}; copy the checkpoint again, or "
+            f"record a change of your own with {RECORD_ANEW.format(file.parent)}"
+        )
+
+
 @contextlib.contextmanager
 def verified_while_loading(folder: Path) -> Iterator[None]:
     """Compares the files of a model with their hashes in drot.json while the caller loads the model.
@@ -105,16 +119,6 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
     present = {file.name for file in folder.iterdir()}
     loaded = sorted(name for name in files.keys() | present if is_loaded(name))
     stop = threading.Event()
-
-    def refuse(name: str, problem: str | None) -> None:
-        if problem is not None:
-            raise UserError(
-                f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the "
-                f"checkpoint again, or record a change of your own with {RECORD_ANEW.format(folder)}"
-            )
-
-    if CONFIG in files:  # before the caller does hours of work
-        refuse(CONFIG, damage(folder / CONFIG, files[CONFIG]))
     with ThreadPoolExecutor(workers(len(loaded))) as pool:
         found = [
             pool.submit(damage, folder / name, files[name], stop) if name in files else None
@@ -127,4 +131,4 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
             raise
         problems = [future.result() if future else "is not in the list of files" for future in found]
     for name, problem in zip(loaded, problems, strict=True):
-        refuse(name, problem)
+        _refuse(folder / name, problem)

@@ -46,7 +46,7 @@ def _launch(arguments: Sequence[str], count: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    logging.disable()  # the ranks say what happened
+    logging.disable()  # of torchrun: the ranks say what happened
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # of one rank; torchrun would take 1
         os.environ.setdefault(name, str(threads))
@@ -59,4 +59,6 @@ def _launch(arguments: Sequence[str], count: int) -> int:
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
         return 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
     return 0

@@ -411,7 +411,13 @@ def test_a_damaged_checkpoint_is_not_exported(made, tmp_path):
     file.write_bytes(content)
     with pytest.raises(UserError, match="is not the file that drot.json describes: it has another SHA-256"):
         export_artifact(folder, tmp_path / "b.drot", model=made.dense, rotations=made.rotations)
-    assert not list(tmp_path.glob("b.drot*"))
+    config, events = folder / "config.json", []
+    config.write_text(config.read_text().replace("{", "{ ", 1))
+    with pytest.raises(UserError, match=rf"of your own with drot info {folder} --accept"):
+        export_artifact(
+            folder, tmp_path / "b.drot", model=made.dense, rotations=made.rotations, progress=events.append
+        )
+    assert not events and not list(tmp_path.glob("b.drot*"))
 
 
 def test_what_is_no_artifact(tmp_path):

@@ -24,7 +24,13 @@ from drot.checkpoint.artifact.tensors import (
     read_dense,
     stored_names,
 )
-from drot.checkpoint.integrity import files_in, folder_records, is_loaded, verified_while_loading
+from drot.checkpoint.integrity import (
+    check_config,
+    files_in,
+    folder_records,
+    is_loaded,
+    verified_while_loading,
+)
 from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import drot_config_of
@@ -92,6 +98,7 @@ def export_artifact(
         raise UserError(f"{out} exists: name another `out` or remove it")
     check_writable(out)
     files = _files(folder, manifest)
+    check_config(folder)  # the others are compared while they are read, which takes longer
     name = manifest.dense_model(model)
     source = open_source(name)
     held, layers = drot_config_of(load_config(folder)), len(source.layers)
