@@ -96,7 +96,7 @@ class SparseLinear(PackedWeight):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.compressed = None
         super()._apply(fn, recurse)
-        if self.keeps_compressed and not self.values.is_meta:
+        if self.keeps_compressed:
             self.compress()
         return self
 

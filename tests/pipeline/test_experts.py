@@ -76,10 +76,11 @@ def test_the_hessian_of_an_expert_is_that_of_its_tokens(family):
     for expert in range(3):
         for group, x in zip((f"mlp.{expert}", f"down.{expert}"), routed(model, 2, expert), strict=True):
             assert 0 < len(x) < TOKENS.numel()
-            # one product a batch of the stream, as TOKENS is one batch
-            torch.testing.assert_close(found[group], 2 * x.T @ x, rtol=1e-4, atol=1e-4)
+            wanted = 2 / len(TOKENS) * x.T @ x  # in the scale of all inputs: of the sequences
+            torch.testing.assert_close(found[group], wanted, rtol=1e-4, atol=1e-4)
             x = x / scale if group.startswith("mlp") else x
-            torch.testing.assert_close(folded[group], 2 * x.T @ x, rtol=1e-4, atol=1e-4)
+            wanted = 2 / len(TOKENS) * x.T @ x
+            torch.testing.assert_close(folded[group], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_all_tokens_on_demand():

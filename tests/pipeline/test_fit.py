@@ -120,7 +120,7 @@ def test_the_other_ranks_need_no_text(model, monkeypatch):
 
 def test_all_ranks_choose_alike(model, tmp_path, monkeypatch):
     """Also where the text is shorter than asked, which the first rank alone could know."""
-    (tmp_path / "short.txt").write_text("A short text. " * 2000)
+    (tmp_path / "short.txt").write_text("A short text. " * 200)
     chosen = BEST.replace(source=str(tmp_path / "short.txt"), nsamples=400, seqlen=32)
     found = []
     for rank in "01":
@@ -128,6 +128,8 @@ def test_all_ranks_choose_alike(model, tmp_path, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")
         found.append(fitted(model, chosen, 2**40, device="cpu", gpus=2).asked)
     assert found[0] == found[1]
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
     assert (
         run_needs(model, chosen, device="cpu").tokens < run_needs(model, chosen, device="cpu", gpus=2).tokens
     )

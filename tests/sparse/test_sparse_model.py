@@ -419,7 +419,6 @@ def test_the_compressed_form(device):
     assert list(packed.state_dict()) == ["values", "positions", "bias"]
     assert packed.to("cpu").compressed is None
     assert close(packed(x.cpu()), before.cpu(), torch.bfloat16)
-    assert copy.deepcopy(packed).to("meta").compressed is None
     assert device == "cpu" or packed.to(device).compressed is not None
     twice = {
         name: tensor if name == "positions" else 2 * tensor for name, tensor in packed.state_dict().items()
