@@ -22,15 +22,26 @@ PAGES = (
     FOLDER / "README.md",
     *(
         FOLDER.parent / page
-        for page in ("README.md", "docs/index.md", "docs/hardware.md", "docs/records.md", "docs/scale.md")
+        for page in (
+            "README.md",
+            "docs/choose.md",
+            "docs/hardware.md",
+            "docs/index.md",
+            "docs/records.md",
+            "docs/scale.md",
+        )
     ),
 )
 #: recipes of the rows `records`: the baseline, a solver alone, `balanced`, and `best`
 PLAIN, SOLVER, BALANCED = "not rotated", "not rotated, solver of balanced", "full, balanced"
-BEST, BEST_OF_OWN = "full, best, equal outputs", "full, best, equal outputs, 100 steps"
+BEST, BEST_OF_OWN = "full, best", "full, best, equal outputs, 100 steps"
+#: the model of `drot demo`, and the runs on it that docs/choose.md shows: their calibration and its tokens
+TINY, CALIBRATED = "tiny-llama", ("wikitext2-valid", "32768")
+#: the texts of the tables of records, in this order
+TEXTS = "wikitext2-test", "python-heldout"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-#: columns of the share of a gap
-GAP = ("gap closed", "of its logarithm")
+#: the columns of a text in the tables of records, behind its perplexity
+OF_TEXT = ("gap closed", "KL", "same token")
 #: columns that say where a row comes from, and not what it measures
 ORIGIN = ("date", "commit", "machine", "torch", "transformers")
 
@@ -77,39 +88,83 @@ def gap_closed(dense: float, plain: float, found: float) -> list[str]:
     return [f"{share:.0%}" for share in shares]
 
 
-def gap_of(row: Row) -> list[str]:
-    return gap_closed(*(float(row[key]) for key in ("dense", "not_rotated", "perplexity")))
+def median(rows: Iterable[Row], figure: str) -> float:
+    return statistics.median(float(row[figure]) for row in rows)
 
 
-def perplexities(calibration: str) -> list[Row]:
-    rows = read("perplexity", "seconds", "dense", "not_rotated", "perplexity")
-    return [row for row in rows if row["calibration"] == calibration]
+#: recipe → text → the rows of the seeds
+Runs = dict[str, dict[str, list[Row]]]
 
 
-def other_text() -> str:
-    """Recipes calibrated on WikiText2, on text of the calibration's kind and of another kind."""
-    rows = perplexities("wikitext2-valid")
-    found = {(row["recipe"], row["text"]): row for row in rows}
-    body = []
-    for recipe in dict.fromkeys(row["recipe"] for row in rows):
-        line = [found[recipe, text] for text in ("wikitext2-test", "python-heldout")]
-        cells = [cell for row in line for cell in (row["perplexity"], *gap_of(row))]
-        body.append([recipe, *cells, line[0]["seconds"]])
-    first = [found["sparsegpt 2:4", text] for text in ("wikitext2-test", "python-heldout")]
-    for name, key in (("dense", "dense"), ("sparsegpt 2:4, not rotated", "not_rotated")):
-        body.append([name, first[0][key], "", "", first[1][key], "", "", ""])
-    head = [cell for text in ("wikitext2-test", "python-heldout") for cell in (text, *GAP)]
-    head = ["recipe", *head, "seconds"]
-    return table(head, body, rows)
+def runs() -> dict[tuple[str, str, str], Runs]:
+    """The rows of real_models.py, by their model, calibration and tokens."""
+    found: dict[tuple[str, str, str], Runs] = {}
+    for row in read("records", *OF_RECORDS):
+        of_case = found.setdefault((row["model"], row["calibration"], row["tokens"]), {})
+        of_case.setdefault(row["recipe"], {}).setdefault(row["text"], []).append(row)
+    return found
 
 
-def own_text() -> str:
-    """Recipes calibrated on the embedded Python, on held-out Python."""
-    rows = perplexities("python-calibration")
-    body = [
-        [row["recipe"], row["sequences"], row["not_rotated"], row["perplexity"], *gap_of(row)] for row in rows
+def text_cells(rows: list[Row], plain: list[Row]) -> list[str]:
+    """The cells of a text: the perplexity with its range, and OF_TEXT with the ends of a window.
+
+    plain: the rows of the pruning without a rotation, whose gap is closed; there may be none.
+    """
+    if not rows:
+        return [""] * (1 + len(OF_TEXT))
+    found = median(rows, "perplexity")
+    values = sorted(float(row["perplexity"]) for row in rows)
+    cells = [f"{found:.2f}" + (f" ({values[0]:.2f} … {values[-1]:.2f})" if len(values) > 1 else "")]
+    shares = [median(rows, "dense"), median(plain, "perplexity"), found] if plain else []
+    cells.append(" / ".join(gap_closed(*shares)) if plain and plain is not rows else "")
+    ends = [row for row in rows if row["kl_first"]]  # older rows have none
+    for figure, form in (("kl", ".3f"), ("equal_tokens", ".1%")):
+        pair = " / ".join(f"{median(ends, f'{figure}_{end}'):{form}}" for end in ENDS if ends)
+        cells.append(f"{median(rows, figure):{form}}" + (f" ({pair})" if pair else ""))
+    return cells
+
+
+def text_heads() -> list[str]:
+    return [cell for text in TEXTS for cell in (text, *OF_TEXT)]
+
+
+def recipe_cells(of_case: Runs, recipe: str, plain: str = PLAIN) -> list[str]:
+    return [
+        cell
+        for text in TEXTS
+        for cell in text_cells(of_case[recipe].get(text, []), of_case.get(plain, {}).get(text, []))
     ]
-    return table(["recipe", "sequences", "not rotated", "rotated", *GAP], body, rows)
+
+
+def dense_cells(of_case: Runs) -> list[str]:
+    rows = {text: rows for of_recipe in of_case.values() for text, rows in of_recipe.items()}
+    return [cell for text in TEXTS for cell in (f"{median(rows[text], 'dense'):.2f}", *[""] * len(OF_TEXT))]
+
+
+def used_rows(of_case: Runs, recipes: Iterable[str]) -> list[Row]:
+    return [row for recipe in recipes for rows in of_case[recipe].values() for row in rows]
+
+
+def choices(recipes: dict[str, str], plain: dict[str, str] | None = None) -> Callable[[], str]:
+    """A table of recipes on TINY: label → name of the recipe. `plain`: those of another gap than PLAIN's."""
+
+    def make() -> str:
+        of_case = runs()[TINY, *CALIBRATED]
+        others = plain or {}
+        body = [["dense", *dense_cells(of_case)]]
+        body += [
+            [label, *recipe_cells(of_case, recipe, others.get(recipe, PLAIN))]
+            for label, recipe in recipes.items()
+        ]
+        used = used_rows(of_case, dict.fromkeys([*recipes.values(), *others.values()]))
+        return table(["recipe", *text_heads()], body, used)
+
+    return make
+
+
+def named(prefix: str, *ends: str) -> dict[str, str]:
+    """The label and the name of recipes that begin alike: the label is the end."""
+    return {end: f"{prefix}{end}" for end in ends}
 
 
 def training(layers: Iterable[tuple[str, str, str]], rows: list[Row]) -> str:
@@ -249,28 +304,19 @@ def scale() -> str:
 def headline() -> str:
     """Each model and text of the rows `records`: what drot's parts add, as medians of the seeds."""
     recipes = (PLAIN, SOLVER, BALANCED, BEST)
-    rows = read("records", *OF_RECORDS)
-    cases: dict[tuple[str, str, str, str], dict[str, list[Row]]] = {}
-    of_own: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if row["recipe"] in recipes:
-            case = cases.setdefault((row["model"], row["calibration"], row["tokens"], row["text"]), {})
-            case.setdefault(row["recipe"], []).append(row)
-        if row["recipe"] == BEST_OF_OWN:
-            of_own.setdefault((row["model"], row["calibration"], row["text"]), []).append(row)
+    cases = runs()
     body, used = [], []
-    for (model, calibration, _, text), found in cases.items():
-        if not found.keys() >= set(recipes):
+    for (model, calibration, tokens), of_case in cases.items():
+        if model == TINY or not of_case.keys() >= set(recipes):
             continue
-        own = of_own.get((model, f"{calibration} + own", text), [])
-        used += itertools.chain(*(found[recipe] for recipe in recipes), own)
-        dense = statistics.median(float(row["dense"]) for row in found[PLAIN])
-        pruned = [
-            statistics.median(float(row["perplexity"]) for row in rows)
-            for rows in (*(found[recipe] for recipe in recipes), own)
-            if rows
-        ]
-        body.append([f"{model}, {text}", *(f"{x:.1f}" for x in (dense, *pruned))])
+        own_tokens = str(2 * int(tokens))  # as much text that the model wrote
+        of_own = cases.get((model, f"{calibration} + own", own_tokens), {}).get(BEST_OF_OWN, {})
+        for text in TEXTS:
+            found = [of_case[recipe][text] for recipe in recipes]
+            found += [of_own[text]] if text in of_own else []
+            used += itertools.chain(*found)
+            values = [median(found[0], "dense"), *(median(rows, "perplexity") for rows in found)]
+            body.append([f"{model}, {text}", *(f"{value:.1f}" for value in values)])
     columns = ["dense", "SparseGPT", "+ solver", "+ rotation", "`best`", "`best`, own text"]
     return table(["model, text", *columns], body, used)
 
@@ -279,46 +325,25 @@ def headline() -> str:
 ENDS = "first", "last"
 
 
-def records() -> str:
+def records(of_tiny: bool = False) -> str:
     """The runs of real_models.py: medians of the seeds, with the range where there are several."""
-    rows = read("records", *OF_RECORDS)
-    runs: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        run = tuple(row[key] for key in ("model", "calibration", "tokens", "text", "recipe"))
-        runs.setdefault(run, []).append(row)
+    body, used = [], []
+    for (model, calibration, tokens), of_case in sorted(runs().items()):
+        if (model == TINY) != of_tiny:
+            continue
+        body.append([model, calibration, tokens, "dense", "", *dense_cells(of_case), ""])
 
-    def median(run: tuple[str, ...], figure: str) -> float:
-        return statistics.median(float(row[figure]) for row in runs[run])
+        def worst_first(recipe: str, of_case: Runs = of_case) -> float:
+            return -median(of_case[recipe][TEXTS[0]], "perplexity")
 
-    body = []
-    for run, seeds in sorted(runs.items(), key=lambda item: (item[0][:4], -median(item[0], "perplexity"))):
-        dense, found = (median(run, key) for key in ("dense", "perplexity"))
-        shares = ["", ""]
-        if (plain := (*run[:4], "not rotated")) in runs:
-            shares = gap_closed(dense, median(plain, "perplexity"), found)
-        values = sorted(float(row["perplexity"]) for row in seeds)
-        spread = f" ({values[0]:.2f} … {values[-1]:.2f})" if len(values) > 1 else ""
-        times = sorted(float(row["seconds"]) for row in seeds if row["seconds"])
-        by_position = ["", ""]  # of the rows that have them
-        if ends := [row for row in seeds if row["kl_first"]]:
-            for place, (figure, form) in enumerate((("kl", ".3f"), ("equal_tokens", ".1%"))):
-                pair = (statistics.median(float(row[f"{figure}_{end}"]) for row in ends) for end in ENDS)
-                by_position[place] = f" ({' / '.join(format(value, form) for value in pair)})"
-        body.append(
-            [
-                *run,
-                len(seeds),
-                f"{dense:.2f}",
-                f"{found:.2f}{spread}",
-                *shares,
-                f"{median(run, 'kl'):.3f}{by_position[0]}",
-                f"{median(run, 'equal_tokens'):.1%}{by_position[1]}",
-                f"{statistics.median(times):.0f}" if times else "",
-            ]
-        )
-    head = ["model", "calibration", "tokens", "text", "recipe", "seeds", "dense", "perplexity"]
-    head += [*GAP, "KL", "same token", "seconds"]
-    return table(head, body, rows)
+        for recipe in sorted(of_case, key=worst_first):
+            rows = of_case[recipe][TEXTS[0]]
+            timed = [row for row in rows if row["seconds"]]
+            seconds = f"{median(timed, 'seconds'):.0f}" if timed else ""
+            body.append(["", "", "", recipe, len(rows), *recipe_cells(of_case, recipe), seconds])
+        used += used_rows(of_case, of_case)
+    head = ["model", "calibration", "tokens", "recipe", "seeds", *text_heads(), "seconds"]
+    return table(head, body, used)
 
 
 def tuning() -> str:
@@ -332,13 +357,12 @@ def tuning() -> str:
         cells: list[object] = []
         for text in texts:
             pairs = [[found[name, text, seed] for name in ("default", setting)] for seed in seeds]
-            perplexity = statistics.median(float(row["perplexity"]) for _, row in pairs)
-            cells.append(f"{perplexity:.2f}")
+            of_setting = [row for _, row in pairs]
+            cells.append(f"{median(of_setting, 'perplexity'):.2f}")
             for figure in ("perplexity", "kl"):
                 ratios = [float(row[figure]) / float(default[figure]) - 1 for default, row in pairs]
                 cells.append("" if setting == "default" else " ".join(f"{ratio:+.1%}" for ratio in ratios))
-            ends = [statistics.median(float(row[f"kl_{end}"]) for _, row in pairs) for end in ENDS]
-            cells.append(" / ".join(f"{value:.3f}" for value in ends))
+            cells.append(" / ".join(f"{median(of_setting, f'kl_{end}'):.3f}" for end in ENDS))
         body.append([setting, len(seeds), *cells])
     head = [cell for text in texts for cell in (text, "perplexity, each seed", "KL, each seed", "KL")]
     return table(["setting", "seeds", *head], body, rows)
@@ -395,18 +419,21 @@ def generate() -> str:
 
 def points() -> str:
     """The points of --rotation: perplexities of the default quality, and the cost of the rotations."""
-    pruned = {(row["recipe"], row["text"]): row for row in perplexities("wikitext2-valid")}
+    of_case = runs()[TINY, *CALIBRATED]
     timed = [row for row in read("generate", *OF_GENERATE) if row["case"].startswith("LLaMA shape of 1 GB")]
     of_weights = {row["function"]: row for row in timed}
     body, used = [], []
     for point, weights in POINTS.items():
-        rows = [pruned[f"{point}, balanced", text] for text in ("wikitext2-test", "python-heldout")]
-        cells = [f"{float(row['perplexity']):.2f} ({gap_of(row)[0]})" for row in rows]
+        recipe = f"{point}, balanced"
+        cells = []
+        for text in TEXTS:
+            perplexity, gap, *_ = text_cells(of_case[recipe][text], of_case[PLAIN][text])
+            cells.append(f"{perplexity.partition(' ')[0]} ({gap.partition(' ')[0]})")
         row = of_weights[weights]
         share = float(row["mib"]) / float(of_weights["dense"]["mib"])
         body.append([f"`{point}`", *cells, f"{float(row['ratio']):.2f} ×", f"{share:.3f} ×"])
-        used += [*rows, row]
-    head = ["`--rotation`", "wikitext2-test", "python-heldout", "tokens a second", "bytes of all weights"]
+        used += [*used_rows(of_case, [recipe, PLAIN]), row]
+    head = ["`--rotation`", *TEXTS, "tokens a second", "bytes of all weights"]
     return table(head, body, used)
 
 
@@ -429,12 +456,92 @@ def serve() -> str:
     return table([*head, "median s", "MiB at the start and after each round"], body, rows)
 
 
+METHODS = [
+    ("sparsegpt", "2:4"), ("wanda", "2:4"), ("magnitude", "2:4"), ("sparsegpt", "4:8"), ("sparsegpt", "0.5")
+]  # fmt: skip
+
+
+def plain_of(method: str, sparsity: str) -> str:
+    return PLAIN if (method, sparsity) == METHODS[0] else f"{PLAIN}, {method} {sparsity}"
+
+
+def one_shot_of(method: str, sparsity: str) -> str:
+    return "full, one shot" + ("" if (method, sparsity) == METHODS[0] else f", {method} {sparsity}")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "records": records,
     "tuning": tuning,
-    "other_text": other_text,
-    "own_text": own_text,
+    "tiny": lambda: records(of_tiny=True),
+    "three_points": choices(
+        {
+            f"`{point}`, `{quality}`": f"{point}, {quality}"
+            for quality in ("fast", "balanced")
+            for point in POINTS
+        }
+    ),
+    "sharing": choices(
+        {
+            "`light`": "light, fast",
+            "`--layers-per-rotation 4`": "full, fast, 4 layers per R1",
+            "`--layers-per-rotation 2`": "full, fast, 2 layers per R1",
+            "`full`": "full, fast",
+        }
+    ),
+    "down_rotations": choices(
+        {
+            "`--down-rotation none`": "full, one shot, no R3",
+            **{f"`--down-rotation {size}`": f"full, one shot, R3 in blocks of {size}" for size in (16, 32)},
+            "the default, 64": "full, one shot",
+            **{f"`--down-rotation {size}`": f"full, one shot, R3 in blocks of {size}" for size in (88, 176)},
+        }
+    ),
+    "qualities": choices(
+        {
+            "SparseGPT, not rotated": PLAIN,
+            "`--rotation none --solve admm` …, the solver of `balanced`": SOLVER,
+            "`fast --solve none`": "full, one shot",
+            "`fast`": "full, fast",
+            "`balanced`, the default": BALANCED,
+            "`balanced --recover block`": "full, balanced, recovered",
+            "`best`": BEST,
+        }
+    ),
+    "methods": choices(
+        {
+            f"{method} {sparsity}{where}": name
+            for method, sparsity in METHODS
+            for where, name in (
+                (", not rotated", plain_of(method, sparsity)),
+                ("", one_shot_of(method, sparsity)),
+            )
+        },
+        plain={one_shot_of(*method): plain_of(*method) for method in METHODS},
+    ),
+    "rotations": choices(
+        {
+            "the default of `fast`, 50 steps": "full, one shot",
+            **{f"`--steps {steps}`": f"full, one shot, {steps} steps" for steps in (100, 200)},
+            "`--training-tokens 0`: all calibration tokens": "full, one shot, all training tokens",
+            "`--hessians dense`: layers trained independently": "full, one shot, dense Hessians",
+            "`--rotation block:2`": "full, one shot, blocks 2",
+            "`--rotation light`: one R1 for all layers": "light, one shot",
+            "`--product-dtype bfloat16`, as on a GPU": "full, one shot, products in bfloat16",
+            "`--objective entropy --steps 100`": "full, one shot, entropy, 100 steps",
+            "`--objective entropy --optimizer paper --reference-compat`, 400 steps": (
+                "full, one shot, paper, 400 steps"
+            ),
+        }
+    ),
+    "kept": choices(
+        {
+            "2:4 everywhere": "full, one shot",
+            "`--keep 'layers.0.*'`": "full, one shot, keep layers.0.*",
+            "`--keep down_proj`": "full, one shot, keep down_proj",
+            "`--sparsity-of down_proj=4:8`": "full, one shot, down_proj=4:8",
+        }
+    ),
     "optimizers": optimizers,
     "rates": rates,
     "finetuning": finetuning,

@@ -24,20 +24,11 @@ from typing import Any
 import torch
 import transformers
 from _harness import ROOT, add_csv, append_rows, commit, machine
-from perplexity import RECIPES, WEIGHTS, with_fewer_steps
+from recipes import RECIPES
 
 import drot
 from drot.checkpoint.load import load_tokenizer
-from drot.config import (
-    ONE_SHOT,
-    QUALITIES,
-    CalibrationConfig,
-    Recipe,
-    RotationConfig,
-    resolve,
-)
-from drot.config.recipe import DISTILL_EPOCHS
-from drot.config.rotation import POINTS
+from drot.config import CalibrationConfig
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import load_eval_tokens
 from drot.evaluation.predictions import predict
@@ -46,39 +37,6 @@ from drot.reporting.demo import HELD_OUT
 from drot.text.mixture import texts_of
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
-#: name → recipe; the first two have no rotation
-RECORDS: dict[str, Recipe] = {
-    "not rotated": Recipe().replace(mode="none", **ONE_SHOT),
-    "not rotated, solver of balanced": Recipe(
-        rotation=RotationConfig(mode="none"),
-        pruning=resolve(RECIPES["full, balanced"]).pruning,
-    ),
-    **{
-        f"{point}, {quality}{weights}": RECIPES[f"{point}, {quality}{weights}"]
-        for weights in WEIGHTS
-        for point in POINTS
-        for quality in QUALITIES
-    },
-    **{name: recipe for name, recipe in RECIPES.items() if name.endswith(" per R1")},
-    "full, balanced, 50 steps, equal tokens": RECIPES["full, balanced, equal tokens"].replace(steps=50),
-    "full, one shot": RECIPES["full, one shot"],
-    "full without R3, one shot": RECIPES["sparsegpt 2:4"],
-    "full without R3, balanced": RECIPES["full, balanced"].replace(down_rotation="none"),
-    "not rotated, wanda": Recipe().replace(mode="none", method="wanda", **ONE_SHOT),
-    "not rotated, magnitude": Recipe().replace(mode="none", method="magnitude", **ONE_SHOT),
-    **{
-        f"full, one shot, {method}": RECIPES[f"full, one shot, {method}"]
-        for method in ("wanda 2:4", "magnitude 2:4", "sparsegpt 4:8", "sparsegpt 0.5")
-    },
-}
-#: `best` trains all layers together; it can follow on `fast` too, or on a training of each layer alone
-RECORDS["full, fast, distilled"] = RECIPES["full, fast"].replace(distill_epochs=DISTILL_EPOCHS)
-RECORDS["full, best, recovered"] = RECIPES["full, best"].replace(recover="block")
-RECORDS |= {
-    f"full, balanced{weights}, recovered": RECIPES[f"full, balanced{weights}"].replace(recover="block")
-    for weights in WEIGHTS
-}
-OLDER = with_fewer_steps(RECORDS)
 
 
 def smollm2(models: Path) -> Path:
@@ -153,9 +111,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, default=512, help="tokens of a window of either text")
     parser.add_argument("--eval-tokens", type=int, default=16384)
     parser.add_argument("--seed", type=int, action="append", help="may be given more than once; default: 0")
-    parser.add_argument(
-        "--only", action="append", choices=RECORDS | OLDER, help="may be given more than once"
-    )
+    parser.add_argument("--only", action="append", choices=RECIPES, help="may be given more than once")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--untimed", action="store_true", help="the machine is busy: leave out the seconds")
     add_csv(parser)
@@ -176,8 +132,8 @@ def main() -> None:
         source=options.calibration, nsamples=max(1, options.tokens // options.seqlen), seqlen=options.seqlen
     )
     common = common_columns(source, settings, str(device))
-    for name in options.only or RECORDS:
-        recipe = (RECORDS | OLDER)[name]
+    for name in options.only or RECIPES:
+        recipe = RECIPES[name]
         for seed in options.seed or [0]:
             drawn = dataclasses.replace(settings, seed=seed)
             started = time.perf_counter()

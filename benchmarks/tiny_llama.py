@@ -1,7 +1,7 @@
 """The embedded model through `drot prune`, a saved and a packed checkpoint, and generate(), on one device.
 
 Prints the perplexity on held-out Python, that of the packed checkpoint, and that of a run on the CPU, from
-results/perplexity.csv. Exit status 1 if they lie too far apart, or if the packed model does not generate.
+results/records.csv. Exit status 1 if they lie too far apart, or if the packed model does not generate.
 
     python benchmarks/tiny_llama.py --device cuda --quality balanced
 """
@@ -25,8 +25,6 @@ from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import packed_linears
 
-#: quality → the name of its recipe in results/perplexity.csv
-RECIPES = {"fast": "sparsegpt 2:4", "balanced": "balanced", "best": "best"}
 #: largest distance from the perplexity of the CPU: twice what a change of rounding moves (README.md)
 MOST_APART = 0.2
 #: largest relative distance of the packed checkpoint's perplexity: the same weights in other products
@@ -36,12 +34,20 @@ PROMPT, NEW_TOKENS = 16, 32
 
 def of_the_cpu(quality: str, sequences: int) -> float | None:
     """The last perplexity that was measured on a CPU with as much of the same text; None without one."""
-    wanted = (MODEL.name, Path(str(CALIBRATION.source)).stem, str(sequences), RECIPES[quality], HELD_OUT.stem)
-    with (RESULTS / "perplexity.csv").open(newline="") as file:
+    assert CALIBRATION.seqlen is not None
+    wanted = {
+        "model": MODEL.name,
+        "calibration": Path(str(CALIBRATION.source)).stem,
+        "tokens": str(sequences * CALIBRATION.seqlen),
+        "recipe": f"full, {quality}",
+        "seed": "0",
+        "text": HELD_OUT.stem,
+    }
+    with (RESULTS / "records.csv").open(newline="") as file:
         rows = [
             float(row["perplexity"])
             for row in csv.DictReader(file)
-            if tuple(row[key] for key in ("model", "calibration", "sequences", "recipe", "text")) == wanted
+            if wanted.items() <= row.items()
         ]
     return rows[-1] if rows else None
 

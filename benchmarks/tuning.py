@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from _harness import ROOT, add_csv, append_rows
-from perplexity import RECIPES
 from real_models import SMOLLM2, common_columns, figures, smollm2, told
+from recipes import RECIPES
 
 import drot
 from drot.checkpoint.load import load_tokenizer
