@@ -534,6 +534,14 @@ TABLES: dict[str, Callable[[], str]] = {
             ),
         }
     ),
+    "outputs": choices(
+        {
+            f"`{point}, {quality}`, `{weights}`": f"{point}, {quality}{name}"
+            for point in POINTS
+            for quality in ("fast", "balanced")
+            for weights, name in (("equal", ", equal outputs"), ("gradient", ""))
+        }
+    ),
     "kept": choices(
         {
             "2:4 everywhere": "full, one shot",

@@ -18,6 +18,7 @@ import datetime
 import importlib.util
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from drot.checkpoint.load import load_tokenizer
 from drot.config import CalibrationConfig
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import load_eval_tokens
-from drot.evaluation.predictions import predict
+from drot.evaluation.predictions import Predictions, predict
 from drot.machine.devices import pick_device
 from drot.reporting.demo import HELD_OUT
 from drot.text.mixture import texts_of
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
+#: largest number of logits of the dense model that are kept, of all texts together: 8 GiB in fp32
+MOST_KEPT = 1 << 31
 
 
 def smollm2(models: Path) -> Path:
@@ -74,12 +77,34 @@ def common_columns(source: str | Path, settings: CalibrationConfig, device: str)
     }
 
 
-def figures(dense: Any, pruned: Any, ids: torch.Tensor, seqlen: int) -> dict[str, str]:
-    """The columns of a row that say how the two models agree on the tokens `ids`, in windows of `seqlen`.
+def predictions(dense: Any, texts: dict[str, torch.Tensor], seqlen: int) -> dict[str, Predictions]:
+    """Text → the predictions of the dense model for its tokens, which are computed once if memory allows."""
+    found = {text: predict(dense, ids, seqlen) for text, ids in texts.items()}
+    if sum(each.windows.numel() * each.vocab for each in found.values()) > MOST_KEPT:
+        return found
+    return {text: dataclasses.replace(each, logits=kept(each.logits)) for text, each in found.items()}
+
+
+def kept(logits: Callable[[slice], torch.Tensor]) -> Callable[[slice], torch.Tensor]:
+    """`logits` whose results are kept."""
+    results: dict[tuple[int, int], torch.Tensor] = {}
+
+    def keeping(windows: slice) -> torch.Tensor:
+        key = windows.start, windows.stop
+        if key not in results:
+            results[key] = logits(windows)
+        return results[key]
+
+    return keeping
+
+
+def figures(dense: Predictions, pruned: Any) -> dict[str, str]:
+    """The columns of a row that say how a pruned model agrees with the dense one, on windows of a text.
 
     Those that end in _first and _last are of the first and the last eighth of the positions in a window.
     """
-    found = agreement(*(predict(model, ids, seqlen) for model in (dense, pruned)))
+    windows = dense.windows
+    found = agreement(dense, predict(pruned, windows.flatten(), windows.shape[1]))
     first, last = found["positions"][0], found["positions"][-1]
     return {
         "dense": f"{found['dense_perplexity']:.3f}",
@@ -123,11 +148,11 @@ def main() -> None:
     source = options.model or smollm2(options.models)
     device = pick_device(options.device)
     tokenizer = load_tokenizer(source)
-    dense = drot.load(source, device=options.device, dtype="float32")
     texts = {
         Path(text).stem: load_eval_tokens(text, tokenizer)[: options.eval_tokens]
         for text in options.eval or ["wikitext2", str(HELD_OUT)]
     }
+    dense = predictions(drot.load(source, device=options.device, dtype="float32"), texts, options.seqlen)
     settings = CalibrationConfig(
         source=options.calibration, nsamples=max(1, options.tokens // options.seqlen), seqlen=options.seqlen
     )
@@ -143,8 +168,8 @@ def main() -> None:
             ).model  # fmt: skip
             seconds = time.perf_counter() - started
             pruned.to(device)
-            for text, ids in texts.items():
-                measured = figures(dense, pruned, ids, options.seqlen)
+            for text in texts:
+                measured = figures(dense[text], pruned)
                 row = common | {
                     "recipe": name,
                     "seed": seed,

@@ -44,11 +44,7 @@ def of_the_cpu(quality: str, sequences: int) -> float | None:
         "text": HELD_OUT.stem,
     }
     with (RESULTS / "records.csv").open(newline="") as file:
-        rows = [
-            float(row["perplexity"])
-            for row in csv.DictReader(file)
-            if wanted.items() <= row.items()
-        ]
+        rows = [float(row["perplexity"]) for row in csv.DictReader(file) if wanted.items() <= row.items()]
     return rows[-1] if rows else None
 
 

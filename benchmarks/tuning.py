@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from _harness import ROOT, add_csv, append_rows
-from real_models import SMOLLM2, common_columns, figures, smollm2, told
+from real_models import SMOLLM2, common_columns, figures, predictions, smollm2, told
 from recipes import RECIPES
 
 import drot
@@ -59,11 +59,11 @@ def main() -> None:
     source = options.model or smollm2(options.models)
     tokenizer = load_tokenizer(source)
     places = {"device": options.device, "dtype": "float32"}
-    dense = drot.load(source, **places)
     texts = {
         Path(text).stem: load_eval_tokens(text, tokenizer)[: options.eval_tokens]
         for text in options.eval or ["wikitext2", str(HELD_OUT)]
     }
+    dense = predictions(drot.load(source, **places), texts, options.seqlen)
     settings = CalibrationConfig(
         source=options.calibration, nsamples=max(1, options.tokens // options.seqlen), seqlen=options.seqlen
     )
@@ -88,8 +88,8 @@ def main() -> None:
                 pruned = pruned_by(seed, {}, save_rotations_to=file)
             if name != DEFAULT or not trains:
                 pruned = pruned_by(seed, SETTINGS[name], rotations=file)
-            for text, ids in texts.items():
-                measured = figures(dense, pruned, ids, options.seqlen)
+            for text in texts:
+                measured = figures(dense[text], pruned)
                 print(f"{name:<20} seed {seed}  {text:<16} {told(measured)}", flush=True)
                 if options.csv:
                     row = common | {"setting": name, "seed": seed, "text": text, **measured}
