@@ -12,6 +12,7 @@ from drot.checkpoint.manifest import CheckpointManifest, find_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
+from drot.checkpoint.resume import copy_own_text
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.shards import save_layers
 from drot.checkpoint.source import model_folder
@@ -51,7 +52,7 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     maps = {} if manifest is None else load_importance_maps(folder)
     model, weights, _ = open_skeleton(path)
     weights.narrow(model)
-    warn_of_rounding(path, model)
+    warn_of_rounding(folder, model)
     if is_packed(model) == (format == "packed"):
         raise UserError(f"{path} is {format} already: name the other `format`")
     change = unpack_layer
@@ -62,13 +63,17 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     decoder = DecoderModel(model, weights=weights)
     with contextlib.ExitStack() as ends:
 
-        def write_layers(folder: Path) -> Mapping[Path, FileRecord]:
-            written = save_layers(decoder.loaded_layers(), folder, change)
+        def write_layers(new: Path) -> Mapping[Path, FileRecord]:
+            written = save_layers(decoder.loaded_layers(), new, change)
             as_drot_model(model)
             if manifest is not None:
                 manifest.format, manifest.stock_architecture = format_of(model)
             ends.enter_context(decoder.in_memory(*decoder.ends))
             return written
+
+        def write_more(new: Path) -> None:
+            save_importance_maps(new, maps)
+            copy_own_text(folder, new)
 
         return save_checkpoint(
             model,
@@ -76,5 +81,5 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
             manifest,
             out,
             write_layers=write_layers,
-            write_more=lambda folder: save_importance_maps(folder, maps),
+            write_more=write_more,
         )

@@ -27,7 +27,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 
 from drot.checkpoint.card import CARD, read_card, save_card
-from drot.checkpoint.integrity import folder_records
+from drot.checkpoint.integrity import files_in, folder_records
 from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, read_any_manifest, write_manifest
 from drot.checkpoint.quantization_config import (
     QUANT_METHOD,
@@ -120,7 +120,9 @@ class DrotModel(Mixin):
         format, stock = format_of(self)
         changes = {"format": format, "stock_architecture": stock, "dtype": dtype_name(self.dtype)}
         manifest = kept.model_copy(update=changes, deep=True)
-        manifest.files = folder_records(folder)
+        # what lies in folders, as the checkpoints of a training do, is of other models
+        own = [name for name in files_in(folder) if "/" not in name or name.endswith(".jinja")]
+        manifest.files = folder_records(folder, [name for name in own if name != MANIFEST])
         recount(folder, DecoderModel(self), manifest, kept)
         if not (folder / CARD).exists() and before:
             (folder / CARD).write_text(before, encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from drot.checkpoint.integrity import Files, folder_records
+from drot.checkpoint.integrity import CONFIG, WEIGHTS, Files, folder_records
 from drot.checkpoint.records import (
     DistillationRecord,
     EvaluationRecord,
@@ -231,12 +231,19 @@ def update_manifest(
 def accept_files(folder: Path | str) -> CheckpointManifest:
     """Records the hashes of all files of a checkpoint (`files_in`) as they are now; returns the manifest.
 
-    For a checkpoint that was changed on purpose. Raises UserError if it holds no readable manifest.
+    For a checkpoint that was changed on purpose. Evaluations of other weights, or by another config.json, are
+    dropped, and a warning says so. Raises UserError if it holds no readable manifest.
     """
     folder = Path(folder)
     with _turn(folder):
         manifest = read_any_manifest(folder)
-        manifest.files = folder_records(folder)
+        before, manifest.files = manifest.files, folder_records(folder)
+        differing = {name for name, record in manifest.files.items() if before.get(name) != record}
+        differing |= before.keys() - manifest.files.keys()
+        of_model = sorted(name for name in differing if name == CONFIG or WEIGHTS.fullmatch(name))
+        if of_model and manifest.evaluations:
+            logger.warning("%s changed: the evaluations in drot.json were dropped", ", ".join(of_model))
+            manifest.evaluations = []
         return write_manifest(folder, manifest)
 
 

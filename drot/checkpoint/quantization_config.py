@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from drot.checkpoint.manifest import MANIFEST, read_manifest
+from drot.checkpoint.manifest import Manifest, find_manifest
 from drot.checkpoint.source import model_folder
 from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
@@ -168,8 +168,8 @@ def dense_linears_of(path: Path | str, config: Any) -> list[str]:
     It leaves none where the manifest names one sparsity for all linears, and without a manifest. Raises
     UserError if no linear is 2:4.
     """
-    folder = model_folder(path)
-    if not (folder / MANIFEST).exists():
+    manifest = find_manifest(model_folder(path))
+    if not isinstance(manifest, Manifest):  # pruned by another program, if at all
         return []
-    pruning = read_manifest(folder).recipe.pruning
+    pruning = manifest.recipe.pruning
     return dense_linears(config, pruning) if pruning.mixed else []

@@ -65,6 +65,12 @@ def short(name: str) -> str:
     return Path(name).name if name.count("/") > 1 or Path(name).is_absolute() else name
 
 
+def text_names(sources: Sequence[str]) -> dict[str, str]:
+    """Text → `short` of it, or the whole text where two of `sources` have the same short name."""
+    names = {source: short(source) for source in sources}
+    return names if len(set(names.values())) == len(names) else {source: source for source in sources}
+
+
 def short_task(task: str) -> str:
     """The name of a task, with `short` of the text behind `own:`."""
     kind, _, text = task.partition(":")
@@ -76,17 +82,21 @@ def short_source(source: str) -> str:
     return ",".join(short(part) for part in source.split(","))
 
 
+#: the rise of a perplexity, as a share, of which shares would be noise
+LEAST_DAMAGE = 1e-3
+
+
 def gap_closed(dense: float | None, baseline: float | None, model: float | None) -> float | None:
     """(baseline - model) / (baseline - dense), in perplexities on one text.
 
     1 is the dense model's perplexity, 0 the baseline's. None if a perplexity is not known, and if the
-    baseline's pruning does no damage.
+    baseline's pruning does no damage, or less than LEAST_DAMAGE of the dense model's perplexity.
 
     dense: perplexity of the dense model.
     baseline: perplexity of the model that the baseline pruned, as without a rotation.
     model: perplexity of the model that is compared with the baseline.
     """
-    if dense is None or baseline is None or model is None or baseline <= dense:
+    if dense is None or baseline is None or model is None or baseline <= dense * (1 + LEAST_DAMAGE):
         return None
     return (baseline - model) / (baseline - dense)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from drot.cli.log import tell
-from drot.cli.safe_text import visible
+from drot.cli.safe_text import readable
 from drot.core.errors import UserError, quoted
 
 PROMPT = ">>> "
@@ -112,9 +112,8 @@ def _answer(conversation: Any, line: str, person: bool) -> None:
 
 
 def show(piece: str) -> None:
-    """Prints a piece of an answer at once, without the control characters that a terminal would obey."""
-    kept = "".join(c if c in "\n\t" else visible(c) for c in piece)
-    print(kept, end="", flush=True)
+    """Prints a piece of an answer at once, with escapes for the characters that a terminal would obey."""
+    print(readable(piece), end="", flush=True)
 
 
 def _lines(person: bool) -> Iterator[str]:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drot.checkpoint.tables import Table, number, short
+from drot.checkpoint.tables import Table, number, text_names
 from drot.cli.evaluate import print_texts
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
@@ -72,12 +72,12 @@ def compare(
 
 def print_comparison(folder: Path, comparison: "Comparison") -> None:
     """Prints a row for each model, and how all of them were measured."""
-    table = []
+    table, names = [], text_names(list(comparison.models[0].perplexity))
     for row in comparison.models:
         cells = {"model": row.name}
         for text, value in row.perplexity.items():
-            cells[f"perplexity on {short(text)}"] = f"{value:.3f}"
-            cells[f"gap closed on {short(text)}"] = number(row.gap_closed[text], ".0%")
+            cells[f"perplexity on {names[text]}"] = f"{value:.3f}"
+            cells[f"gap closed on {names[text]}"] = number(row.gap_closed[text], ".0%")
         cells |= {"sparsity": f"{row.sparsity:.0%}", "seconds": number(row.seconds, ".1f")}
         table.append(cells)
     print_table(Table(f"{folder} and its baselines", table))

@@ -11,7 +11,7 @@ from drot.checkpoint.tables import Table
 from drot.cli.log import tell
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
-from drot.core.errors import UserError
+from drot.core.errors import BrokenModelError, UserError
 
 #: models beside each other in a table; further ones are in a table below
 MOST_COLUMNS = 5
@@ -76,27 +76,35 @@ def evaluate(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     texts = ppl or ([] if names and "own" not in names and against is None else ["wikitext2"])
     check_bound(fail_above, texts)
+    broken: BrokenModelError | None = None
     with working() as progress:
-        results = evaluation.evaluate(
-            models,
-            ppl=texts,
-            tasks=names,
-            against=against,
-            seqlen=seqlen,
-            text_column=text_column,
-            limit=limit,
-            batch_size=batch_size,
-            num_fewshot=num_fewshot,
-            device=device,
-            dtype=dtype,
-            stream=stream,
-            record=not no_record,
-            progress=progress,
-        )
+        try:
+            results = evaluation.evaluate(
+                models,
+                ppl=texts,
+                tasks=names,
+                against=against,
+                seqlen=seqlen,
+                text_column=text_column,
+                limit=limit,
+                batch_size=batch_size,
+                num_fewshot=num_fewshot,
+                device=device,
+                dtype=dtype,
+                stream=stream,
+                record=not no_record,
+                progress=progress,
+            )
+        except BrokenModelError as error:
+            if not error.finished:
+                raise
+            broken, results = error, list(error.finished)
     if as_json:
-        print_json(results[0] if len(results) == 1 else results)
+        print_json(results[0] if len(models) == 1 else results)
     else:
         print_figures(results)
+    if broken is not None:  # after the figures of the other models
+        raise broken
     fail(results, texts, fail_above)
 
 
@@ -136,6 +144,12 @@ def print_figures(results: list[dict[str, Any]]) -> None:
         for part in parts:
             print_table(_table(title, "positions", names[part], _by_position(results[part], source)))
     print_texts(first)
+    for name, figures in zip(names, results, strict=True):
+        if figures["texts"] != first["texts"]:
+            print_line(
+                f"{name} reads other tokens, so its perplexities cannot be compared with {names[0]}'s:"
+            )
+            print_texts(figures)
     if first["against"] is not None:
         print_line(f"agreement: with {first['against']}; KL divergence of its predictions, in nats")
     streamed = ", one decoder layer at a time" if any(figures["streamed"] for figures in results) else ""

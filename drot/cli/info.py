@@ -40,7 +40,10 @@ def info(
 
     if accept:
         files = accept_files(folder).files
-        print_line(f"{len(files)} files in {folder}, and drot.json, are recorded as they are now")
+        if as_json and not verify:
+            print_json({"accepted": list(files)})
+        elif not as_json:
+            print_line(f"{len(files)} files in {folder}, and drot.json, are recorded as they are now")
     if verify:
         _verify(folder, as_json)
     elif not accept:

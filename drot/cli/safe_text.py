@@ -4,9 +4,13 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unicodedata import category
 
 from rich.console import Console
 from rich.text import Text
+
+#: the controls of the direction of text, which can show a text in another order
+DIRECTIONS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
 
 def visible(text: str) -> str:
@@ -16,6 +20,19 @@ def visible(text: str) -> str:
     are escaped too, so that a name cannot pass for another line of output.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def readable(text: str) -> str:
+    """Text of any language, with an escape for each character that a terminal would obey.
+
+    Line feeds and tabs stay, and so do the spaces and joiners that `visible` escapes: they belong to words.
+    """
+
+    def is_obeyed(character: str) -> bool:
+        control = category(character) in ("Cc", "Cs") and character not in "\n\t"
+        return control or character in DIRECTIONS
+
+    return "".join(visible(character) if is_obeyed(character) else character for character in text)
 
 
 class SafeConsole(Console):

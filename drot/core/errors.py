@@ -1,5 +1,8 @@
 """The errors whose message is one line for the user, and the quotes of other errors in it."""
 
+from collections.abc import Sequence
+from typing import Any
+
 #: most characters of a library's message in a message of drot
 LONGEST_QUOTE = 300
 
@@ -20,8 +23,12 @@ class ToldElsewhere(UserError):
 class BrokenModelError(ArithmeticError):
     """A model whose loss is NaN or infinite, so that no measure of it means anything.
 
+    finished: the figures of the models that were measured beside it.
+
     The message is one line. The command line prints it and exits with status 1.
     """
+
+    finished: Sequence[dict[str, Any]] = ()
 
 
 def quoted(error: BaseException) -> str:

@@ -33,6 +33,12 @@ def task_names(tasks: Collection[str], texts: Iterable[str]) -> list[str]:
     return [f"{OWN}:{source}" for source in texts if OWN in tasks]
 
 
+def check_length(tokens: Tensor) -> None:
+    """Raises UserError for a text with fewer than SHORTEST tokens."""
+    if len(tokens) < SHORTEST:
+        raise UserError(f"the tasks `{OWN}` need a text of at least {SHORTEST} tokens, got {len(tokens)}")
+
+
 def questions(tokens: Tensor, count: int = QUESTIONS, seed: int = 0) -> Tensor:
     """Token ids [at most count, CHOICES, LENGTH] of questions on the text `tokens` [n]; the first is right.
 
@@ -40,8 +46,7 @@ def questions(tokens: Tensor, count: int = QUESTIONS, seed: int = 0) -> Tensor:
     question's own part of the text. A place without three of these is left out. Raises UserError for a text
     with fewer than SHORTEST tokens.
     """
-    if len(tokens) < SHORTEST:
-        raise UserError(f"the tasks `{OWN}` need a text of at least {SHORTEST} tokens, got {len(tokens)}")
+    check_length(tokens)
     generator = torch.Generator().manual_seed(seed)
     windows = tokens.unfold(0, ANSWER, 1)
     found: list[Tensor] = []

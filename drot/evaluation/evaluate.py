@@ -1,10 +1,9 @@
 """Perplexity, agreement with a dense original, and accuracy in tasks, for one model or several."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,9 @@ def evaluate(
     tasks: task → accuracy in [0, 1]. task_details: task → metric, number of examples in the prompt, stderr.
     averages: suite → mean accuracy of its tasks, for `paper`.
 
-    Raises UserError for a wrong argument, model, text or task, before the weights are loaded, and
-    BrokenModelError for a model without a finite loss. Models are loaded one after the other.
+    Raises UserError for a wrong argument, model, text or task, before the weights are loaded. Models are
+    loaded one after the other. Raises BrokenModelError for models without a finite loss, when the others have
+    been measured; its `finished` are their figures.
 
     Args:
         models: names on the Hugging Face hub or local folders.
@@ -127,13 +127,16 @@ def evaluate(
     read = functools.partial(load_eval_tokens, text_column=text_column, progress=progress)
     texts = {name: {s: read(s, tokenizers[name]) for s in sources} for name in everyone}
     _check_texts(texts, configs, seqlen, original)
+    for tokens in (each for name in names for each in texts[name].values() if choices.OWN in tasks):
+        choices.check_length(tokens)
     setup = Setup(
         seqlen=seqlen, device=target, against=original, task_names=tasks, tasks=prepare_tasks(tasks),
         task_options=options, progress=progress,
     )  # fmt: skip
     dtype = str(computing_dtype(dtype, target))
     dense: OpenModel | None = None
-    results = []
+    results: list[dict[str, Any]] = []
+    broken: list[BrokenModelError] = []
     for name in names:
         told = _naming(name, progress) if len(names) > 1 else progress
         told(ProgressEvent(phase="load"))
@@ -143,14 +146,21 @@ def evaluate(
         if original is not None and (dense is None or whole == streamed):
             dense = None  # before its other form takes memory
             dense = open_model(original, dtype, streamed=streamed)
-        with _named(name):  # the model is in memory during this call only
+        try:  # the model is in memory during this call only
             figures = measure(
                 open_model(name, dtype, streamed=streamed), name, tokenizers[name], texts[name],
                 dataclasses.replace(setup, progress=told), dense,
             )  # fmt: skip
+        except BrokenModelError as error:
+            broken.append(BrokenModelError(f"{name}: {error}"))
+            continue
         if record:
             record_figures(name, figures if limit is None else figures | NO_TASKS)
         results.append(figures)
+    if broken:
+        together = BrokenModelError("; ".join(map(str, broken)))
+        together.finished = results
+        raise together
     return results
 
 
@@ -165,15 +175,6 @@ def _configs(names: Sequence[str], stream: bool) -> dict[str, Any]:
 def _naming(model: str, progress: Progress) -> Progress:
     """`progress`, whose events name a model."""
     return lambda event: progress(dataclasses.replace(event, name=short(model)))
-
-
-@contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Puts the name of a model in front of the message of a BrokenModelError."""
-    try:
-        yield
-    except BrokenModelError as error:
-        raise BrokenModelError(f"{name}: {error}") from None
 
 
 def _check_manifests(recorded: Sequence[str], original: str | None) -> None:
@@ -200,6 +201,8 @@ def _check_arguments(
         raise UserError("`limit`, `batch_size` and `num_fewshot` are of `tasks`, got none: name one")
     if dtype != "auto":
         parse_dtype(dtype)
+    if not set(tasks) - {choices.OWN} and options != TaskOptions(limit=options.limit):
+        raise UserError("`batch_size` and `num_fewshot` are of tasks of lm_eval, got none: leave them out")
     if against is not None and not ppl:
         raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
     if choices.OWN in tasks and not ppl:

@@ -1,5 +1,6 @@
 """Perplexity on windows of a text, as the literature on pruning measures it."""
 
+import logging
 import math
 from typing import Any
 
@@ -9,11 +10,17 @@ from transformers import PreTrainedModel
 
 from drot.core.errors import BrokenModelError
 from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.reading import LARGEST_FLOAT
 from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions, predict
+from drot.text.names import hub_arguments
 from drot.text.source import read_text, tokenize
 
-#: exp of a larger loss overflows in fp64
-LARGEST_LOSS = 709.0
+logger = logging.getLogger("drot")
+
+#: the most tokens of a dataset that is streamed from the hub
+MOST_STREAMED = 1 << 20
+#: exp of a larger loss is larger than the largest figure of drot.json
+LARGEST_LOSS = math.log(LARGEST_FLOAT)
 ADVICE = 'its weights are damaged or overflow; measure it with `dtype="float32"`, or prune or copy it again'
 
 
@@ -22,10 +29,16 @@ def load_eval_tokens(
 ) -> Tensor:
     """Token ids [n] of `source`, a text as in `read_text`. Raises UserError as `read_text` does.
 
-    `wikitext2` is the test split of wikitext-2, joined by blank lines as in the paper's code.
+    `wikitext2` is the test split of wikitext-2, joined by blank lines as in the paper's code. Of a dataset on
+    the hub that is streamed, at most MOST_STREAMED tokens are read, and a warning says so.
     """
-    text = read_text(source, "test", text_column, tokenizer, progress=progress)
-    return tokenize(text, tokenizer, progress)
+    hub = hub_arguments(source, "test")
+    most = MOST_STREAMED if hub is not None and hub["streaming"] else None
+    text = read_text(source, "test", text_column, tokenizer, max_tokens=most, progress=progress)
+    tokens = tokenize(text, tokenizer, progress)[:most]
+    if most and len(tokens) == most:
+        logger.warning("the first %d tokens of %s are measured", most, source)
+    return tokens
 
 
 def perplexity(model: PreTrainedModel, tokens: Tensor, *, seqlen: int, progress: Progress = silent) -> float:
@@ -40,7 +53,7 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, *, seqlen: int, progress:
 def perplexity_of(predictions: Predictions, *, progress: Progress = silent) -> float:
     """exp(mean of the token losses) over all windows. A loss is computed in fp32, their sum in fp64.
 
-    Raises BrokenModelError if the mean of the losses or its exp is not finite.
+    Raises BrokenModelError if the mean of the losses is not finite or above LARGEST_LOSS.
     """
     count, seqlen = predictions.windows.shape
     total = torch.zeros(seqlen - 1, dtype=torch.float64)
@@ -53,9 +66,11 @@ def perplexity_of(predictions: Predictions, *, progress: Progress = silent) -> f
 
 
 def exp_of_loss(loss: float, model: str = "the model") -> float:
-    """exp(loss). Raises BrokenModelError, which names `model`, unless it is finite."""
+    """exp(loss). Raises BrokenModelError, which names `model`, for a larger loss than LARGEST_LOSS or NaN."""
     if not loss < LARGEST_LOSS:
-        raise BrokenModelError(f"{model}'s loss on the text is {loss:g}, expected a finite number: {ADVICE}")
+        raise BrokenModelError(
+            f"{model}'s loss on the text is {loss:g}, expected a number below {LARGEST_LOSS:.0f}: {ADVICE}"
+        )
     return math.exp(loss)
 
 
@@ -65,7 +80,9 @@ def check_logits(model: PreTrainedModel) -> None:
 
     lm_eval computes an accuracy from such logits too.
     """
-    tokens = torch.arange(min(8, model.config.vocab_size), device=next(model.parameters()).device)
+    tokens = torch.arange(
+        min(8, model.config.get_text_config().vocab_size), device=next(model.parameters()).device
+    )
     if not bool(model(tokens[None], use_cache=False).logits.isfinite().all()):
         raise BrokenModelError(f"the model computes logits that are NaN or infinite: {ADVICE}")
 

@@ -15,6 +15,8 @@ from drot.core.checks import is_a
 from drot.core.errors import UserError, quoted
 from drot.core.hub import quick_hub
 
+logger = logging.getLogger("drot")
+
 #: Name of a suite → its tasks. `paper`: the five zero-shot tasks of DenoiseRotator (section 4).
 SUITES = {
     "paper": ("piqa", "winogrande", "hellaswag", "arc_easy", "arc_challenge"),
@@ -139,7 +141,11 @@ def run_tasks(
                 limit=options.limit,
                 task_manager=prepared.manager,
             )
-        scores |= {name: score(name, outcome["results"][name], fewshot) for name in names}
+        # tasks that say a number of examples themselves keep it
+        used = {name: outcome["n-shot"].get(name, fewshot) for name in names}
+        if asked is not None and (others := [name for name in names if used[name] != asked]):
+            logger.warning("%s keeps its own number of examples, not %d", ", ".join(others), asked)
+        scores |= {name: score(name, outcome["results"][name], used[name]) for name in names}
     return {name: scores[name] for name in prepared.tasks}
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from drot.checkpoint.load import load_model
 from drot.core.errors import UserError
+from drot.sparse.linear import is_packed
 
 
 def load_dense(source: str, pruned: Any) -> Any:
@@ -18,6 +19,8 @@ def load_dense(source: str, pruned: Any) -> Any:
             f"`against` must be a model with the vocabulary of the pruned model, {pruned.config.vocab_size} "
             f"tokens; {source} has {dense.config.vocab_size}"
         )
+    if is_packed(dense):
+        dense.dequantize()
     return dense.eval().requires_grad_(False)
 
 

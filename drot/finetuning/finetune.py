@@ -24,11 +24,13 @@ from drot.checkpoint.manifest import (
 )
 from drot.checkpoint.opening import load_config, refuse_whole
 from drot.checkpoint.quantization_config import (
+    drot_config_of,
     format_of,
     quantization_config_of,
     refuse_quantised,
 )
 from drot.checkpoint.records import FinetuneRecord
+from drot.checkpoint.resume import copy_own_text
 from drot.checkpoint.save import check_output, check_saves, save_checkpoint
 from drot.checkpoint.shards import save_layers
 from drot.checkpoint.size import check_space
@@ -157,7 +159,7 @@ def _finetune(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
-    warn_of_rounding(model, loaded)
+    warn_of_rounding(files, loaded)
     # it imports accelerate, which takes seconds
     from drot.finetuning.run import run_finetuning
 
@@ -182,19 +184,25 @@ def _finetune(
     record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
     finetuning = FinetuneRecord.model_validate({"from": recorded_name(model), **record})
     if packed:
-        pack_model(trained)
+        held = drot_config_of(model_config)
+        pack_model(trained, held.dense_linears if held is not None else [])
     if not config.keep_adapter:
         as_drot_model(trained)
     manifest = _manifest_after(manifest, trained, finetuning, config, share)
     if out is not None and torchrun.rank() == 0:
         progress(ProgressEvent(phase="save"))
+
+        def write_more(part: Path) -> None:
+            save_importance_maps(part, maps)
+            copy_own_text(files, part)
+
         manifest = save_checkpoint(
             trained,
             tokenizer,
             manifest,
             out,
             write_layers=None if config.keep_adapter else partial(save_layers, DecoderModel(trained).layers),
-            write_more=lambda part: save_importance_maps(part, maps),
+            write_more=write_more,
         )
     if not config.keep_adapter:
         trained.drot_files = manifest, ""

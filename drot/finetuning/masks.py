@@ -47,7 +47,7 @@ class KeepMask(TrainerCallback):
     then keeps both moments of a removed weight at 0. Its step is 0, and weight decay of 0 is 0.
 
     Raises UserError when the training begins, if it trains no linear of a decoder layer, as with LoRA, and
-    after the first step, if the optimiser moves weights whose gradient is 0.
+    after the first step with a rate above 0, if the optimiser moves weights whose gradient is 0.
 
     removed: the result of `removed_weights`; None finds the zeros when the training begins.
     """
@@ -55,6 +55,7 @@ class KeepMask(TrainerCallback):
     def __init__(self, removed: dict[str, Tensor] | None = None) -> None:
         self._handles: list[RemovableHandle] = []
         self._removed = removed
+        self._checked = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if not any(linear.weight.requires_grad for _, linear in pruned_linears(model)):
@@ -69,9 +70,14 @@ class KeepMask(TrainerCallback):
                 hook = linear.weight.register_hook(lambda grad, mask=mask: grad.masked_fill(mask, 0))
                 self._handles.append(hook)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kw: Any) -> None:
-        if state.global_step or self._removed is None:  # it counts the steps that are finished
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kw: Any
+    ) -> None:
+        if self._checked or self._removed is None:
             return
+        groups = getattr(optimizer, "param_groups", [])
+        # a warm-up begins with a rate of 0, with which nothing moves
+        self._checked = not groups or any(group["lr"] for group in groups)
         for name, linear in pruned_linears(model):
             if bool(linear.weight.detach()[self._removed[name]].any()):
                 raise UserError(f"{name}: the optimiser moves weights whose gradient is 0: use one as AdamW")
@@ -79,7 +85,7 @@ class KeepMask(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._removed = [], None
+        self._handles, self._removed, self._checked = [], None, False
 
 
 @torch.no_grad()

@@ -177,6 +177,8 @@ def training_arguments(
         dataloader_pin_memory=not cpu,
         ddp_find_unused_parameters=False,
     )
+    # accelerate's own configuration would change it
+    arguments.mixed_precision = "bf16" if autocast else "no"
     device = arguments.device  # asking for it finds the GPUs
     arguments._n_gpu = min(1, arguments._n_gpu)  # one process would use every GPU through nn.DataParallel
     if arguments.distributed_state.distributed_type not in ALLOWED:

@@ -128,12 +128,12 @@ def pick_device(name: str | torch.device) -> torch.device:
 
 
 @functools.cache
-def check_gpu(device: torch.device, packed: bool = False) -> None:
+def check_gpu(device: torch.device, kernels: bool = False) -> None:
     """Compares the GPU `device` with the architectures for which drot was built.
 
     Raises UserError if drot was built with CUDA but not for this GPU, whose first op would end with 'no
-    kernel image'. Warns if drot was built without CUDA: models without packed weights run all the same. With
-    `packed` it raises UserError then too.
+    kernel image'. Warns if drot was built without CUDA: dense models run all the same. With `kernels`, for
+    packed weights and for pruning, it raises UserError then too.
 
     This is done at the first use of a GPU and not by `import drot`: to ask for the GPU takes torch's start of
     CUDA, about a second, after which a process cannot fork.
@@ -144,7 +144,7 @@ def check_gpu(device: torch.device, packed: bool = False) -> None:
     if problem is None:
         return
     line = f"{gpu.get_device_name(device)} has compute capability {major}.{minor}, but drot {problem}"
-    if BUILD_INFO["cuda"] or (packed and device.type == "cuda"):
+    if BUILD_INFO["cuda"] or (kernels and device.type == "cuda"):
         raise UserError(f'{line}; or use `device="cpu"`')
     logger.warning("%s", line)
 

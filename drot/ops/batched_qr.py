@@ -8,7 +8,7 @@ def batched_qr(a: Tensor) -> tuple[Tensor, Tensor]:
     """a = q r with qᵀq = 1, r upper triangular and diag(r) >= 0.
 
     a: [..., n, n], fp32 or fp64. Returns q, r of the same shape and dtype. The factors of an invertible
-    matrix are unique; diag(r) of a singular matrix may hold zeros. Non-finite input gives NaN.
+    matrix are unique; diag(r) of a singular matrix may hold zeros. Non-finite input gives non-finite r.
 
     n <= 256: Householder reflections (Golub & Van Loan, algorithm 5.1.1), each matrix by one thread block or
     one CPU thread. n > 256: LAPACK or cuSOLVER, but fp32 on a GPU with fast fp64 (at least 1/8 of the rate of

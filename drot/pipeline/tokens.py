@@ -74,8 +74,7 @@ class TextReader:
     ) -> tuple[ResolvedRecipe, Tensor, Tensor | None]:
         """The token ids of the calibration [nsamples, seqlen] and of the training of all layers [n, seqlen].
 
-        The recipe has the number of sequences of that training. If the text has too few, it has no such
-        training.
+        If the text has too few sequences for that training, the recipe has no such training.
 
         Raises UserError for a text or token ids that do not fit.
 
@@ -132,5 +131,7 @@ class TextReader:
         found = load_further(recipe.calibration, wanted, tokens, self.tokenizer, self.progress, own)
         count = trainable(len(found), wanted, self.ranks.size)
         epochs = recipe.recovery.distill_epochs if count else 0
-        recovery = dataclasses.replace(recipe.recovery, distill_nsamples=count, distill_epochs=epochs)
+        # the number that was asked for, also if fewer were found: a repeated run draws as many
+        asked = wanted if count else 0
+        recovery = dataclasses.replace(recipe.recovery, distill_nsamples=asked, distill_epochs=epochs)
         return dataclasses.replace(recipe, recovery=recovery), found if count else None

@@ -1,5 +1,7 @@
 """The charts of a run and, after the paper's Figure 2, those of a linear."""
 
+import re
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +16,8 @@ ERRORS: dict[str, Figure] = {
     "one shot, rotated": ONE_SHOT_ERROR[1],
     "as pruned": final_error,
 }
+#: what begins the name of an expert's linear, and of the same linear of all experts
+EXPERT, EXPERTS = re.compile(r"experts\.\d+\."), "experts.*."
 #: a histogram begins and ends with the first and the last bin that holds a larger share of the weights
 SHOWN_SHARE = 1e-3
 
@@ -88,8 +92,14 @@ def importance_grid(run: Run) -> Chart | None:
         f"{quotients[low, low_role]:.0%} in layer {low}, {low_role}, the most "
         f"{quotients[high, high_role]:.0%} in layer {high}, {high_role}."
     )
-    title = "Pruned importance, % of not rotated"
-    return grid(title, quotients, run.roles, caption)
+    cells: dict[tuple[int, str], list[float]] = {}
+    for (layer, role), value in quotients.items():
+        cells.setdefault((layer, EXPERT.sub(EXPERTS, role)), []).append(value)
+    if len(cells) < len(quotients):
+        caption += " A cell of experts is their mean."
+    roles = list(dict.fromkeys(EXPERT.sub(EXPERTS, role) for role in run.roles))
+    means = {cell: statistics.fmean(found) for cell, found in cells.items()}
+    return grid("Pruned importance, % of not rotated", means, roles, caption)
 
 
 # ---- the charts of a linear ----------------------------------------------------------------------------

@@ -92,12 +92,12 @@ def compare(
     name = manifest.dense_model(model)
     if manifest.recipe.reads_calibration and manifest.recipe.calibration.source == GIVEN_TOKENS:
         raise UserError(f"the run of {folder} was given token ids, so drot cannot prune with them again")
+    tokenizer = load_tokenizer(name)
+    tokens = _tokens(Path(folder), manifest, tokenizer, progress)  # before hours of measuring
     (figures,) = evaluate(
         [str(folder)], ppl=ppl, against=name, seqlen=seqlen, text_column=text_column, device=device,
         dtype=dtype, record=False, progress=progress,
     )  # fmt: skip
-    tokenizer = load_tokenizer(name)
-    tokens = _tokens(Path(folder), manifest, tokenizer, progress)
     texts = {source: load_eval_tokens(source, tokenizer, text_column) for source in ppl}
     plain, *solved = (
         _pruned(label, recipe, name, tokens, texts, figures, device, dtype, progress)
@@ -111,7 +111,7 @@ def compare(
         record_figures(str(folder), figures | {"baselines": baselines})
     nothing = dict.fromkeys(texts)
     own = ComparedModel(
-        name=Path(folder).name,
+        name=Path(folder).resolve().name,
         perplexity=figures["perplexity"],
         gap_closed=nothing,
         sparsity=manifest.sparsity,
@@ -145,7 +145,9 @@ def _baselines(manifest: Manifest) -> dict[str, Recipe]:
     )
     plain = solved.replace(**ONE_SHOT, damping=None, damping_average=None, token_weights="auto")
     name = f"{recipe.pruning.method} {recipe.pruning.sparsity}"
-    same = (recipe.pruning.solve, recipe.pruning.target, recipe.recovery.recover) == ("none", "self", "none")
+    pruning, recovery = recipe.pruning, recipe.recovery
+    of_method = (pruning.solve, pruning.target, recovery.recover) == ("none", "self", "none")
+    same = of_method and not recovery.distill_epochs
     return {name: plain} if same or recipe.rotation.mode == "none" else {name: plain, "+ solver": solved}
 
 
@@ -154,12 +156,20 @@ def _tokens(folder: Path, manifest: Manifest, tokenizer: Any, progress: Progress
     recipe, own = manifest.recipe, folder / OWN_TEXT
     if not recipe.reads_calibration:
         return None, None
-    tokens = load_calibration(recipe.calibration, tokenizer, progress, own=own)
+    try:
+        tokens = load_calibration(recipe.calibration, tokenizer, progress, own=own)
+    except UserError as error:
+        raise UserError(
+            f"the calibration text of the run, {recipe.calibration.source}, must be read again: start in the "
+            f"folder where drot prune was started ({error})"
+        ) from None
     if calibration_hash(tokens) != manifest.calibration.sha256:
         logger.warning("the calibration tokens differ from those of the run: so does what they cost")
     further = None
     if count := recipe.recovery.distill_nsamples:
         further = load_further(recipe.calibration, count, tokens, tokenizer, progress, own)
+        if calibration_hash(further) != (manifest.identity or {}).get("distillation"):
+            logger.warning("the tokens of the training of all layers differ from those of the run")
     return tokens, further
 
 

@@ -120,7 +120,8 @@ def grid(title: str, values: Mapping[tuple[int, str], float], roles: Sequence[st
 
     values: (layer, role) → share; 1 is shown as 100. roles: in the order of the rows.
     """
-    layers = sorted({layer for layer, _ in values})
+    found = [layer for layer, _ in values]
+    layers = range(min(found), max(found) + 1)  # a layer without values is a gap
     roles = [role for role in roles if any(role == other for _, other in values)]
     cells = [[values.get((layer, role), float("nan")) for layer in layers] for role in roles]
     with axes(250) as (figure, axis):

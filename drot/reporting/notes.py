@@ -56,7 +56,9 @@ def _cost(run: Run) -> str:
     peaks = list(run.manifest.peak_memory.values())
     kinds = {"of memory": [peak.process for peak in peaks], "on the GPU": [peak.gpu or 0 for peak in peaks]}
     largest = [f"{max(found) / 2**30:.1f} GiB {kind}" for kind, found in kinds.items() if any(found)]
-    took = f"The run took {run.manifest.seconds.total:.0f} s"
+    seconds, of_layers = run.manifest.seconds.total, sum(each.seconds for each in run.manifest.layers)
+    since = f" since it was resumed, {of_layers:.0f} s for all layers," if of_layers > seconds else ""
+    took = f"The run took {seconds:.0f} s{since}"
     return f"{took} and at most {' and '.join(largest)}." if largest else f"{took}."
 
 
@@ -69,8 +71,8 @@ def _perplexity(entry: Measured) -> str:
         sentence += f", {entry.perplexity - entry.dense:+.3f} against the dense model's {entry.dense:.3f}"
     if entry.share is not None:
         sentence += (
-            f"; pruned by the method alone, the model has {entry.unrotated:.3f}, and rotation and solver "
-            f"close {entry.share:.0%} of the gap"
+            f"; pruned by the method alone, the model has {entry.unrotated:.3f}, and the run closes "
+            f"{entry.share:.0%} of the gap"
         )
     return sentence + "."
 

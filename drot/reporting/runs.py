@@ -107,8 +107,9 @@ class Run:
 
     @property
     def rotations(self) -> dict[int, RotationRecord]:
-        """Layer → the training of its rotation."""
-        return {layer.layer: layer.rotation for layer in self.manifest.layers if layer.rotation is not None}
+        """Layer → the training of its rotation; layers that are kept whole have none."""
+        trained = {layer.layer: layer.rotation for layer in self.manifest.layers if layer.rotation}
+        return {layer: record for layer, record in trained.items() if record.entropy_before > 0}
 
     @property
     def trainings(self) -> dict[str, TrainingRecord]:
@@ -194,7 +195,7 @@ def measurements(run: Run) -> list[Measured]:
     """The evaluations of `run`, the latest of each text and window length."""
     found = []
     for (text, _, seqlen), entry in _latest(run).items():
-        baselines = entry.baselines or Baselines(dense={}, not_rotated={})
+        baselines = _baselines(run, entry, text)
         agreement = entry.agreement.get(text)
         found.append(
             Measured(
@@ -210,11 +211,25 @@ def measurements(run: Run) -> list[Measured]:
     return found
 
 
+def _baselines(run: Run, entry: EvaluationRecord, text: str) -> Baselines:
+    """The baselines of the last evaluation that measured `text` as `entry` did and has baselines."""
+    for other in (entry, *reversed(run.manifest.evaluations)):
+        alike = text in other.texts and other.texts[text].sha256 == entry.texts[text].sha256
+        if other.baselines and alike and (other.seqlen, other.dtype) == (entry.seqlen, entry.dtype):
+            return other.baselines
+    return Baselines(dense={}, not_rotated={})
+
+
 def tasks(run: Run) -> dict[str, float]:
     """Task → the latest accuracy of the run."""
     entries = run.manifest.evaluations
     found = (each for entry in entries for each in entry.tasks.items())
-    return {short_task(task): value for task, value in found if value is not None}
+    latest = {task: value for task, value in found if value is not None}
+    names = [short_task(task) for task in latest]
+    return {
+        name if names.count(name) == 1 else task: value
+        for name, (task, value) in zip(names, latest.items(), strict=True)
+    }
 
 
 def _latest(run: Run) -> dict[_Key, EvaluationRecord]:

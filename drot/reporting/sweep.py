@@ -1,5 +1,6 @@
 """`sweep`: runs the recipes of a grid on one model, and writes their figures side by side."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from drot.checkpoint.opening import load_config
 from drot.checkpoint.resume import read_journal
 from drot.config import resolve
 from drot.core.checks import is_a
-from drot.core.errors import UserError
+from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.core.files import check_writable
+from drot.core.files import WriteError, check_writable
 from drot.core.lock import locked
 from drot.machine.devices import pick_device
 from drot.model.families import family_of
@@ -21,6 +22,8 @@ from drot.pipeline.validation import check_config, check_recipe, down_width
 from drot.reporting.cells import CELLS, OWN_TEXTS, CellRunner
 from drot.reporting.grid import Cell, Grid, Skipped, read_grid
 from drot.reporting.rows import rows_of, write_csv
+
+logger = logging.getLogger("drot")
 
 #: what a sweep writes into its folder for readers
 CSV = "sweep.csv"
@@ -86,7 +89,10 @@ def sweep(
         raise UserError(f"no cell of {grid} fits {model}: {skipped[-1].label}: {skipped[-1].reason}")
     with locked(out):
         runner = CellRunner(model, out, content, cells, device=target, dtype=dtype, progress=progress)
-        rows, computed = _run_cells(runner, cells, content.fields)
+        rows, computed, left_out = _run_cells(runner, cells, content.fields)
+        skipped += left_out
+        if not rows:
+            raise UserError(f"no cell of {grid} could be run: {skipped[-1].label}: {skipped[-1].reason}")
         write_csv(out / CSV, rows, skipped)
     return SweepResult(rows, skipped, content.fields, computed, out / CSV)
 
@@ -115,9 +121,20 @@ def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell]
 
 def _run_cells(
     runner: CellRunner, cells: list[Cell], fields: tuple[str, ...]
-) -> tuple[list[dict[str, Any]], int]:
-    """The rows of all cells, and how many of them were not finished before. Writes the CSV after each row."""
-    keys = {runner.key(cell): cell for cell in cells}
+) -> tuple[list[dict[str, Any]], int, list[Skipped]]:
+    """The rows of all cells, how many of them were not finished before, and the cells without a row.
+
+    Those are cells whose run is that of another one, and cells whose run ends in an error of the input, which
+    do not end the sweep. Writes the CSV after each row.
+    """
+    keys: dict[str, Cell] = {}
+    left_out: list[Skipped] = []
+    for cell in cells:
+        if (key := runner.key(cell)) in keys:
+            reason = f"its run is that of {keys[key].label(fields)}"
+            left_out.append(Skipped(cell.label(fields), reason, refused=False))
+        else:
+            keys[key] = cell
     finished: dict[str, tuple[Cell, dict[str, Any]]] = {}
     rows: list[dict[str, Any]] = []
     computed = 0
@@ -125,12 +142,19 @@ def _run_cells(
         record = read_journal(runner.out / CELLS / f"{key}.json")
         if record is None:
             runner.setup.progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
-            record = runner.run(cell, key)
+            try:
+                record = runner.run(cell, key)
+            except WriteError:
+                raise
+            except (UserError, BrokenModelError) as error:
+                left_out.append(Skipped(cell.label(fields), str(error).replace("`", "")))
+                logger.warning("the cell %s ended: %s", cell.label(fields), error)
+                continue
             computed += 1
         finished[key] = cell, record
         rows = rows_of(finished, runner.dense, fields)
         write_csv(runner.out / CSV, rows)
-    return rows, computed
+    return rows, computed, left_out
 
 
 def _check_folder(out: Path) -> None:

@@ -51,8 +51,8 @@ def report(
         folder: a folder that `drot.prune` wrote.
         out: the file of the page, whose name ends in .html. None is `report.html` in the folder.
         linears: patterns of the linears to show, such as `layers.0.*` or `q_proj`. Without a pattern: all
-            linears, or, if there are more than MOST_LINEARS, those of the layer where the rotation changes a
-            linear most.
+            linears, or, if there are more than MOST_LINEARS, as many of the layer where the rotation changes
+            a linear most.
         progress: receives the event `draw` after each linear.
     """
     if not installed():
@@ -89,7 +89,7 @@ def _chosen(run: Run, patterns: Sequence[str]) -> tuple[list[str], str]:
     if patterns or len(chosen) <= MOST_LINEARS:
         first = by_help[:1]
         return [*first, *(name for name in chosen if name not in first)], ""
-    best = [name for name in by_help if _layer(name) == _layer(by_help[0])]
+    best = [name for name in by_help if _layer(name) == _layer(by_help[0])][:MOST_LINEARS]
     return best, (
         f"Shown is layer {_layer(best[0])} of {len(run.manifest.layers)}, with the linear where the rotation "
         "does best; drot report --linears PATTERN shows others, and --linears '*' all."

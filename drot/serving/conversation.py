@@ -12,6 +12,9 @@ from drot.model.compiled import compiled_settings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: below it, logits divided by the temperature can overflow: it is taken for 0, as in vLLM
+LEAST_TEMPERATURE = 1e-5
+
 
 class Conversation:
     """Messages to and from a model. Without a chat template, each message is continued as plain text.
@@ -46,6 +49,8 @@ class Conversation:
         self.model: Any = model
         self.tokenizer, self.max_tokens, self.compiled = tokenizer, max_tokens, compiled
         self.settings: dict[str, Any] = {}
+        if temperature is not None and temperature < LEAST_TEMPERATURE:
+            temperature = 0.0
         if temperature is not None:
             self.settings = {"do_sample": temperature > 0}
         if temperature:

@@ -24,7 +24,7 @@ from transformers.cli.serving.utils import (
 from drot.core.errors import UserError, quoted
 from drot.machine.devices import is_gpu
 from drot.model.compiled import compiled_settings
-from drot.serving.sampling import Sampling, can_be_batched, sampling_of
+from drot.serving.sampling import Sampling, beyond_a_batch, sampling_of
 from drot.serving.stops import AtStop, QueueBeforeStop, before_stop
 
 if TYPE_CHECKING:
@@ -113,12 +113,16 @@ class _Asked:
         return getattr(self.model, name)
 
     def generate(self, **inputs: Any) -> Any:
-        if (seed := getattr(self.config, SEED, None)) is not None:
-            torch.manual_seed(seed)
         if stops := stops_of(self.config):
             at_stop = AtStop(inputs["tokenizer"], stops, inputs["input_ids"].shape[-1], self.config)
             inputs["stopping_criteria"] = [*inputs.get("stopping_criteria", ()), at_stop]
-        return self.model.generate(**inputs)
+        if (seed := getattr(self.config, SEED, None)) is None:
+            return self.model.generate(**inputs)
+        device = self.model.device
+        gpus = [device.index or 0] if is_gpu(device) else []
+        with torch.random.fork_rng(gpus, device_type=device.type):  # later requests do not draw from it
+            torch.manual_seed(seed)
+            return self.model.generate(**inputs)
 
 
 class _Gone(StoppingCriteria):
@@ -139,6 +143,8 @@ class Batch(CBGenerateManager):
             GPU, or CPU_CACHE_TOKENS.
         """
         super().__init__()
+        if reason := not_batched(model):
+            raise UserError(f"the requests cannot be batched ({reason}): {ONE_AT_A_TIME}")
         self.vocabulary = model.config.get_text_config().vocab_size
         on_gpu = is_gpu(model.device)
         if cache_tokens is None and not on_gpu:
@@ -211,6 +217,21 @@ class Batch(CBGenerateManager):
         self._cb.stop(block=True, timeout=10, hard_stop=True)
 
 
+def not_batched(model: "PreTrainedModel") -> str | None:
+    """Why the model would answer otherwise in a batch; None if it would not.
+
+    The batch has an attention of its own in place of an eager one, without the cap of its scores, and one
+    choice of the long or the short factors of RoPE for all requests of a step.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation == "eager":
+        return "its attention has no kernel of torch"
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+    kinds = {part.get("rope_type") for part in parts} & {"longrope", "dynamic"}
+    return f"its RoPE of type {kinds.pop()} depends on the longest request" if kinds else None
+
+
 def take_turns(model: "PreTrainedModel") -> None:
     """Lets one thread at a time run the model.
 
@@ -233,10 +254,9 @@ class Engine(BaseGenerateManager):
     """Generates each request in the batch, or alone if there is none or the batch cannot hold its settings.
 
     context: the most tokens of a prompt and its answer.
-    closing: whether the streams are to end, since the server stops.
+    closing: set when the streams are to end, since the server stops.
+    always_alone: the settings of the model, of generation_config.json, with which no request can be batched.
     """
-
-    closing = False
 
     def __init__(
         self,
@@ -257,6 +277,10 @@ class Engine(BaseGenerateManager):
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
+        self.closing = asyncio.Event()
+        self.always_alone: dict[str, Any] = {}
+        if not sequential and model.generation_config is not None:
+            self.always_alone = beyond_a_batch(model.generation_config)
         self.alone = Alone(compiled, context)
         self.batch = None if sequential else Batch(model, cache_tokens)
         limits = [context, None if self.batch is None else self.batch.cache_tokens]
@@ -299,7 +323,7 @@ class Engine(BaseGenerateManager):
                     "tokens together: send a shorter prompt",
                 )
             config.max_new_tokens = min(config.max_new_tokens or self.context, self.context - tokens)
-        engine = self.batch if self.batch is not None and can_be_batched(config) else self.alone
+        engine = self.batch if self.batch is not None and not beyond_a_batch(config) else self.alone
         return engine, engine.prepared(inputs, config)
 
     def is_alive(self) -> bool:
@@ -308,7 +332,7 @@ class Engine(BaseGenerateManager):
 
     def close(self) -> None:
         """Tells the streams to end."""
-        self.closing = True
+        self.closing.set()
 
     def stop(self) -> None:
         """Ends the batch. Requests in it fail."""

@@ -121,7 +121,7 @@ class PackedLinearMethod:
         layer.values, layer.positions = values, positions  # without the engine's loaders
         check_packed_tensors(self.prefix, values, positions)
         if is_gpu(values.device):
-            check_gpu(values.device, packed=True)
+            check_gpu(values.device, kernels=True)
         compressed = sparse24_compress(values, positions)
         layer.register_buffer("compressed", compressed if compressed.numel() else None, persistent=False)
 

@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, field_
 
 from drot.core.checks import shortened
 
+#: characters of a prompt that is tokenised in any case
+SHORT_PROMPT = 1 << 16
 #: as many as OpenAI has
 MOST_STOPS = 4
-#: below it, logits divided by the temperature can overflow: it is taken for 0, as in vLLM
-LEAST_TEMPERATURE = 1e-5
 #: what the server itself gives a chat template
 OF_THE_SERVER = {
     "tokenize",
@@ -20,6 +20,15 @@ OF_THE_SERVER = {
     "add_generation_prompt",
     "tools",
     "conversation",
+    "messages",
+    "chat_template",
+    "continue_final_message",
+    "documents",
+    "padding",
+    "processor_kwargs",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "truncation",
 }
 #: settings of a GenerationConfig that OpenAI's API lacks, under the names that vLLM and SGLang give them
 BEYOND_OPENAI = ("top_k", "min_p", "repetition_penalty")
@@ -34,6 +43,7 @@ _PLAIN = {
 }
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[int, Field(ge=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Part(BaseModel):
@@ -50,7 +60,7 @@ class Completion(Part):
     # those of BEYOND_OPENAI
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     # transformers makes a factor of it, 1 + penalty
     frequency_penalty: Annotated[float, Field(gt=-1, le=2)] | None = None
     max_tokens: Tokens | None = None
@@ -58,7 +68,7 @@ class Completion(Part):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stream: bool | None = None
     stop: Text | list[Text] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias] | None = None
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
@@ -74,6 +84,7 @@ class Completion(Part):
     function_call: None = None
     generation_config: None = None
     prediction: None = None
+    reasoning_effort: None = None
     suffix: None = None
     web_search_options: None = None
 
@@ -168,6 +179,30 @@ def check_body(kind: type[Completion], body: dict[str, Any], *, seeds: bool, voc
     if asked.seed is not None and not seeds:
         raise HTTPException(
             400, "a seed cannot be kept in a batch: start drot serve with --sequential, or leave it out"
+        )
+
+
+def check_length(body: dict[str, Any], tokenizer: Any, context: int | None) -> None:
+    """Raises HTTPException 400 for a prompt that cannot fit into the context, before it is tokenised.
+
+    Other requests wait while a prompt is tokenised. A token of the vocabulary has the most characters that
+    a token of a prompt can have.
+    """
+    texts = [body.get("prompt")]
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        texts += content if isinstance(content, list) else [content]
+    found = (text.get("text") if isinstance(text, dict) else text for text in texts)
+    length = sum(len(text) for text in found if isinstance(text, str))
+    if context is None or length <= SHORT_PROMPT:
+        return
+    most = context * max(map(len, tokenizer.get_vocab()))
+    if length > most:
+        raise HTTPException(
+            400,
+            f"the prompt has {length} characters, and prompt and answer must have at most {context} tokens "
+            "together: send a shorter prompt",
         )
 
 

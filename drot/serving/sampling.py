@@ -32,13 +32,13 @@ NEUTRAL = {
 DEFAULT_TOP_K = 50
 
 
-def can_be_batched(config: GenerationConfig) -> bool:
-    """Whether a batch can hold a request with these settings."""
-    settings = config.to_diff_dict()
-    return all(
-        name in BATCHED_SETTINGS or (name in NEUTRAL and value == NEUTRAL[name])
-        for name, value in settings.items()
-    )
+def beyond_a_batch(config: GenerationConfig) -> dict[str, Any]:
+    """The settings with which a batch cannot hold a request."""
+    return {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in BATCHED_SETTINGS and not (name in NEUTRAL and value == NEUTRAL[name])
+    }
 
 
 def sampling_of(config: GenerationConfig, vocabulary: int) -> dict[str, Any]:

@@ -33,12 +33,22 @@ from transformers.utils import logging
 from drot.checkpoint.load import load, load_tokenizer
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
+from drot.serving.answers import reading_answers
+from drot.serving.conversation import LEAST_TEMPERATURE
 from drot.serving.engine import SEED, Engine, OneEngine, stops_of
-from drot.serving.requests import BEYOND_OPENAI, LEAST_TEMPERATURE, Chat, Completion, check_body
+from drot.serving.requests import (
+    BEYOND_OPENAI,
+    Chat,
+    Completion,
+    check_body,
+    check_length,
+)
 from drot.serving.stops import before_stop
 
 #: seconds that running requests have to end when the server stops, and streams then have to say so
 GRACE, LAST_WORDS = 5, 1
+#: between these, transformers writes what went wrong in a stream, which may be no JSON
+STREAM_ERROR, STREAM_ERROR_END = 'data: {"error": "', '"}\n\n'
 #: position of the GenerationConfig in the arguments with which transformers' handlers answer
 CONFIG = 5
 
@@ -54,9 +64,10 @@ class _OneModel:
         self.engine = engine
 
     def _validate_request(self: Any, body: dict[str, Any]) -> None:
-        name = self.served[0]
-        if body.get("model", name) != name:
+        name, _, tokenizer = self.served
+        if body.get("model") not in (None, name):
             raise HTTPException(404, _no_other(name, body["model"]))
+        check_length(body, tokenizer, self.engine.context)
         vocabulary = self.served[1].config.get_text_config().vocab_size
         check_body(self.kind, body, seeds=self.engine.batch is None, vocabulary=vocabulary)
         if body.get("tool_choice") == "none":
@@ -101,15 +112,36 @@ async def _with_end(parts: Any, engine: Engine) -> AsyncIterator[str]:
     An answer is whole with the part that says why it ended.
     """
     whole = False
+    closing = asyncio.ensure_future(engine.closing.wait())
     async with contextlib.aclosing(parts):
-        async for part in parts:
-            yield part
-            whole |= '"finish_reason":"' in part  # in the text of an answer, quotes have backslashes
-            if engine.closing and not whole:
-                error = _error(503, "the server was stopped: the answer is not whole")
-                yield f"data: {json.dumps(error)}\n\n"
-                return
+        try:
+            while True:
+                coming = asyncio.ensure_future(anext(parts, None))
+                await asyncio.wait((coming, closing), return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    coming.cancel()
+                    await asyncio.wait((coming,))
+                    break
+                if (part := coming.result()) is None:
+                    break
+                text, mark, problem = part.partition(STREAM_ERROR)
+                yield text
+                if mark:
+                    yield _line_of_error(500, problem.removesuffix(STREAM_ERROR_END))
+                    return
+                whole |= '"finish_reason":"' in part  # in the text of an answer, quotes have backslashes
+                if engine.closing.is_set() and not whole:
+                    break
+        finally:
+            closing.cancel()
+    if engine.closing.is_set() and not whole:
+        yield _line_of_error(503, "the server was stopped: the answer is not whole")
+        return
     yield "data: [DONE]\n\n"
+
+
+def _line_of_error(status: int, message: str) -> str:
+    return f"data: {json.dumps(_error(status, message))}\n\n"
 
 
 class _Chat(_OneModel, ChatCompletionHandler):
@@ -313,6 +345,7 @@ def serving(
     engine = Engine(loaded, sequential=sequential, cache_tokens=cache_tokens, compiled=done)
     try:
         app = application(loaded, tokenizer, name, engine)
-        yield Served(app, engine, bool(tokenizer.chat_template))
+        with reading_answers(loaded, tokenizer):
+            yield Served(app, engine, bool(tokenizer.chat_template))
     finally:
         engine.stop()

@@ -85,7 +85,7 @@ class SparseLinear(PackedWeight):
         no other part of drot has met the GPU before.
         """
         if is_gpu(self.values.device):
-            check_gpu(self.values.device, packed=True)
+            check_gpu(self.values.device, kernels=True)
         compressed = sparse24_compress(self.values, self.positions)
         self.keeps_compressed, self.compressed = True, compressed if compressed.numel() else None
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from runs import saved_tensors
@@ -19,6 +20,7 @@ from drot.checkpoint.artifact import container
 from drot.checkpoint.artifact import export as exporting
 from drot.checkpoint.artifact import prediction as predicting
 from drot.checkpoint.artifact.apply import apply_artifact
+from drot.checkpoint.artifact.coding import ZERO
 from drot.checkpoint.artifact.export import export_artifact
 from drot.checkpoint.load import load_model
 from drot.checkpoint.manifest import accept_files
@@ -82,6 +84,7 @@ CASES = {
     "biased": dict(family="llama-biased"),
     "qwen3": dict(family="qwen3", pruning=WANDA),
     "phi3": dict(family="phi3", pruning=WANDA),
+    "lfm3": dict(family="lfm3", pruning=WANDA),
     "float16": dict(dtype=torch.float16, pruning=WANDA),
     "float32": dict(dtype=torch.float32),
 }
@@ -94,6 +97,49 @@ def test_the_same_bytes(tmp_path, case, monkeypatch):
     made = Made(tmp_path, **CASES[case])
     made.apply(tmp_path / "again")
     assert files_of(tmp_path / "again") == files_of(made.pruned)
+
+
+def test_an_embedding_in_fp32_is_not_stored_whole(tmp_path, monkeypatch):
+    """The bound grew with the vocabulary, and what it covers is stored as it is, to be exact elsewhere."""
+    dense = small_model("llama", hidden_size=64, intermediate_size=96, vocab_size=20_000)
+    dense.save_pretrained(tmp_path / "dense")
+    encoded, shares = exporting.encode, []
+
+    def counting(actual, rows, tolerance):
+        parts = encoded(actual, rows, tolerance)
+        if len(actual) > 1000:
+            kinds = np.frombuffer(parts.get("unsure", b""), "<i8").reshape(2, -1)[1]
+            shares.append((kinds == ZERO).sum() / actual.numel())
+        return parts
+
+    monkeypatch.setattr(exporting, "encode", counting)
+    drot.prune(
+        load_model(tmp_path / "dense"), Recipe(rotation=RotationConfig(steps=2), pruning=WANDA),
+        out=tmp_path / "pruned", calibration=random_tokens(4, 16), device="cpu",
+        save_rotations_to=tmp_path / "rotations.safetensors",
+    )  # fmt: skip
+    export_artifact(
+        tmp_path / "pruned", tmp_path / "a.drot", model=tmp_path / "dense",
+        rotations=tmp_path / "rotations.safetensors",
+    )  # fmt: skip
+    assert len(shares) == 2 and max(shares) < 0.005  # embedding and head
+
+
+def test_files_that_may_hold_dense_weights_stay_outside(made, tmp_path, caplog):
+    """The checkpoints of a training, and weights in other formats, also after `drot info --accept`."""
+    folder = tmp_path / "pruned"
+    shutil.copytree(made.pruned, folder)
+    (folder / "checkpoint-5").mkdir()
+    for name in ("checkpoint-5/pytorch_model.bin", "checkpoint-5/model.safetensors", "consolidated.pth"):
+        (folder / name).write_bytes(b"dense")
+    shutil.copyfile(made.rotations, folder / "rotations.safetensors")
+    accept_files(folder)
+    export_artifact(folder, tmp_path / "a.drot", model=made.dense, rotations=made.rotations)
+    with zipfile.ZipFile(tmp_path / "a.drot") as archive:
+        names = {name.removeprefix("files/") for name in archive.namelist()}
+    assert "rotations.safetensors" in str(names) and "config.json" in names
+    assert not any("checkpoint-5" in name or "pth" in name for name in names)
+    assert caplog.text.count("is left out of the artifact") == 3
 
 
 def disturbed(prediction, generator):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from made_manifests import made_evaluation
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
@@ -16,6 +17,7 @@ import drot
 from drot.checkpoint import load, opening
 from drot.checkpoint.convert import convert
 from drot.checkpoint.manifest import accept_files, read_manifest, update_manifest
+from drot.checkpoint.records import EvaluationRecord
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
@@ -131,6 +133,23 @@ def test_a_damaged_checkpoint_is_neither_loaded_nor_converted(damage, copy, tmp_
     assert cli.run(["info", str(copy), "--accept"]) == 0
     drot.load(copy, device="cpu")
     assert verify(capsys, copy)[0] == 0
+
+
+def test_evaluations_of_other_weights_are_dropped(copy, caplog, capsys):
+    def add(manifest):
+        manifest.evaluations = [EvaluationRecord.model_validate(made_evaluation({"text": 5.0}))]
+
+    update_manifest(copy, add)
+    (copy / "notes.txt").write_text("mine")
+    capsys.readouterr()
+    assert cli.run(["info", str(copy), "--accept", "--json"]) == 0
+    assert "notes.txt" in json.loads(capsys.readouterr().out)["accepted"]
+    assert len(read_manifest(copy).evaluations) == 1
+    shard = copy / shards(copy)[0]
+    tensors = {name: tensor + 1 for name, tensor in load_file(shard).items()}
+    save_file(tensors, shard, metadata={"format": "pt"})
+    accept_files(copy)
+    assert not read_manifest(copy).evaluations and "the evaluations in drot.json were dropped" in caplog.text
 
 
 def test_a_file_from_which_transformers_would_load_instead(copy, capsys):

@@ -275,6 +275,40 @@ def test_a_model_without_a_finite_loss_is_named(own, against):
     assert len(read_manifest(own / "rotated").evaluations) == (against != "broken")
 
 
+def test_the_figures_of_other_models_are_shown_beside_a_broken_one(own, capsys):
+    broken = small_model("llama")
+    broken.model.norm.weight.fill_(3e38)
+    save_small_model(broken, own / "broken")
+    models = [own / name for name in ("broken", "rotated")]
+    assert cli.run(["eval", *map(str, models), "--ppl", str(own / "text.txt"), "--json"]) == 1
+    told = capsys.readouterr()
+    assert [figures["model"] for figures in json.loads(told.out)] == [str(own / "rotated")]
+    assert f"{own / 'broken'}: the model's loss on the text is nan" in told.err
+
+
+def test_a_loss_whose_perplexity_is_too_large_for_the_manifest(own):
+    """It was written, and the manifest could not be read any more."""
+    broken = small_model("llama")
+    broken.lm_head.weight.mul_(3e4)
+    save_small_model(broken, own / "broken")
+    with pytest.raises(BrokenModelError, match="expected a number below 230"):
+        measure(own, "broken")
+
+
+def test_models_with_other_tokens_are_told_apart(capsys):
+    text = {"split": None, "tokens": 9, "windows": 1, "sha256": "0"}
+    common = dict(
+        agreement={}, task_details={}, averages={}, against=None, streamed=False, seqlen=8, dtype="float32",
+        machine="cpu", perplexity={"t": 5.0},
+    )  # fmt: skip
+    results = [common | {"model": name, "texts": {"t": text | {"sha256": name}}} for name in ("a", "b")]
+    print_figures(results)
+    shown = capsys.readouterr().out
+    assert "b reads other tokens, so its perplexities cannot be compared with a's:" in " ".join(shown.split())
+    print_figures([results[0], results[0] | {"model": "c"}])
+    assert "other tokens" not in capsys.readouterr().out
+
+
 # ---- the record in drot.json ----------------------------------------------------------------------------
 
 

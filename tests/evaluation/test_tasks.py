@@ -70,6 +70,20 @@ def test_limit_batch_size_and_examples(monkeypatch, capfd):
     assert "fatal" not in told and "it/s" not in told
 
 
+def test_the_recorded_number_of_examples_is_the_one_that_was_used(monkeypatch, tmp_path, caplog):
+    """A task that says a number itself keeps it, whatever was asked."""
+    rows = [{"question": "import", "choices": ["self", "x"], "answer": i % 2} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "task.yaml").write_text(TASK.format(file=tmp_path / "data.jsonl") + "num_fewshot: 0\n")
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    found = run_tasks(model, tokenizer, load_tasks(["two_letters"]), TaskOptions(num_fewshot=2))
+    assert found["two_letters"].fewshot == 0
+    assert "two_letters keeps its own number of examples, not 2" in caplog.text
+
+
 @pytest.mark.parametrize("options", [{"limit": 0}, {"batch_size": 0}, {"num_fewshot": -1}, {"limit": True}])
 def test_task_options_that_mean_nothing(options):
     with pytest.raises(UserError, match=f"`{next(iter(options))}` must be"):

@@ -41,6 +41,9 @@ KINDS = {
     "residual": dict(rotation=RotationConfig(steps=2, hessians="dense", boundary="residual")),
     "packed": dict(rotation=RotationConfig(mode="none"), format="packed"),
     "packed-rotated": dict(rotation=RotationConfig(steps=2), format="packed"),
+    "packed-mixed": dict(
+        rotation=RotationConfig(mode="none"), format="packed", keep=("layers.0.mlp.down_proj",)
+    ),
 }
 #: settings with which a few steps change every linear, LoRA's B included
 QUICK = dict(lr=1e-2, batch_size=2, held_out=2, warmup_steps=0)
@@ -59,7 +62,8 @@ def pruned(tmp_path_factory):
     def made(kind, dtype):
         options = dict(KINDS[kind])
         recipe = Recipe(
-            rotation=options.pop("rotation"), pruning=PruningConfig(method="magnitude", sparsity="2:4")
+            rotation=options.pop("rotation"),
+            pruning=PruningConfig(method="magnitude", sparsity="2:4", keep=options.pop("keep", ())),
         )
         model, out = small_model("llama-biased", dtype=dtype, num_hidden_layers=2), folder / f"{kind}-{dtype}"
         drot.prune(model, recipe, calibration=tokens()[:4], device="cpu", out=out, **options)
@@ -99,7 +103,10 @@ def run(folder, out, **settings):
 
 @pytest.mark.parametrize(
     ("kind", "full"),
-    [("dense", False), ("rotated", True), ("residual", False), ("packed", True), ("packed-rotated", False)],
+    [
+        *(("dense", False), ("rotated", True), ("residual", False), ("packed", True)),
+        *(("packed-rotated", False), ("packed-mixed", False)),
+    ],
 )
 def test_the_result_is_of_the_same_kind_with_the_same_zeros(pruned, tmp_path, kind, full):
     folder = pruned(kind)
@@ -113,7 +120,8 @@ def test_the_result_is_of_the_same_kind_with_the_same_zeros(pruned, tmp_path, ki
         assert torch.equal(weight, after[name]) != trained, name
         if pruned_linear:
             assert torch.equal(weight == 0, after[name] == 0), name
-            assert int((weight == 0).sum()) == weight.numel() // 2
+            kept = kind == "packed-mixed" and name == "model.layers.0.mlp.down_proj.weight"
+            assert int((weight == 0).sum()) == (0 if kept else weight.numel() // 2)
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out")]
     assert configs[0] == configs[1]
     assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "out").iterdir()}
@@ -393,6 +401,16 @@ def test_the_loss_is_the_divergence_from_the_dense_model(pruned, tmp_path):
     assert record.settings.against == settings["against"]
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert all(not after[name][value == 0].any() for name, value in before.items() if "_proj" in name)
+
+
+def test_the_dense_model_may_be_packed(pruned, tmp_path):
+    run(pruned("dense"), tmp_path / "out", against=str(pruned("packed")))
+
+
+def test_a_configuration_of_accelerate_does_not_change_the_arithmetic(pruned, tmp_path, monkeypatch):
+    plain = run(pruned("dense"), tmp_path / "plain", full=True).manifest.finetune[-1].loss_curve
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert run(pruned("dense"), tmp_path / "out", full=True).manifest.finetune[-1].loss_curve == plain
 
 
 def test_a_dense_model_of_another_vocabulary_is_refused(pruned, tmp_path):

@@ -35,13 +35,13 @@ def evaluated(tmp_path_factory):
     return folder
 
 
-def trained(folder, out, callbacks=(), **options):
+def trained(folder, out, callbacks=(), warmup_steps=0, **options):
     """The folder `out`, where a Trainer saved the model in `folder` after 4 steps."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = [{"input_ids": row, "labels": row} for row in random_tokens(8, 16)]
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True,
-        save_strategy="no", report_to="none", disable_tqdm=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, warmup_steps=warmup_steps,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[*callbacks], **options)
     trainer.train()
@@ -138,12 +138,14 @@ def test_keep_mask_refuses_what_it_cannot_keep(evaluated, tmp_path):
             super().step(closure)
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    parameter.data.add_(1e-3)
+                    parameter.data.add_(0.1 * group["lr"])
 
-    with pytest.raises(UserError, match="the optimiser moves weights whose gradient is 0"):
-        trained(
-            evaluated, tmp_path / "out", [drot.KeepMask()], optimizer_cls_and_kwargs=(Drifting, {"lr": 1e-2})
-        )
+    for warmup in (0, 1):  # with a warm-up the first step has a rate of 0
+        with pytest.raises(UserError, match="the optimiser moves weights whose gradient is 0"):
+            trained(
+                evaluated, tmp_path / "out", [drot.KeepMask()], warmup_steps=warmup,
+                optimizer_cls_and_kwargs=(Drifting, {"lr": 1e-2}),
+            )  # fmt: skip
     model = small_model("llama").requires_grad_(False)
     with pytest.raises(UserError, match="moves none of them"):
         drot.KeepMask().on_train_begin(None, None, None, model=model)

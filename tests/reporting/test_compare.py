@@ -1,13 +1,14 @@
 """`drot compare`: its figures are those of runs by hand, and go into manifest, report and table."""
 
 import json
+import shutil
 
 import pytest
 from small_models import random_text, random_tokens, save_small_model, small_model
 
 import drot
 from drot.checkpoint.manifest import read_manifest
-from drot.checkpoint.tables import evaluation_figures
+from drot.checkpoint.tables import evaluation_figures, gap_closed
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, Recipe, RotationConfig
 from drot.evaluation.evaluate import evaluate
@@ -48,10 +49,10 @@ def test_the_figures_are_those_of_runs_by_hand(made, capsys):
     found = evaluate([str(made / name) for name in names], ppl=[text], record=False, device="cpu")
     by_hand = [figures["perplexity"][text] for figures in found]
     assert [row["perplexity"][text] for row in rows] == pytest.approx(by_hand, rel=1e-6)
-    share = (by_hand[1] - by_hand[3]) / (by_hand[1] - by_hand[0])
+    share = gap_closed(by_hand[0], by_hand[1], by_hand[3])
     closed = [row["gap_closed"][text] for row in rows]
     assert closed[:2] == [None, None]
-    assert closed[3] == (pytest.approx(share, rel=1e-4) if by_hand[1] > by_hand[0] else None)
+    assert closed[3] == (None if share is None else pytest.approx(share, rel=1e-4))
     (entry,) = read_manifest(made / "pruned").evaluations
     assert entry.baselines.dense[text] == rows[0]["perplexity"][text]
     assert entry.baselines.not_rotated[text] == rows[1]["perplexity"][text]
@@ -65,6 +66,35 @@ def test_the_figures_are_those_of_runs_by_hand(made, capsys):
     assert entry.baselines.solver and (
         closed[3] is None or any("gap closed" in name for name, _ in evaluation_figures(entry))
     )
+    # and a later one with a task beside the text leaves them in the report
+    options = dict(against=str(made / "dense"), tasks=["own"], device="cpu")
+    evaluate([str(made / "pruned")], ppl=[text], **options)
+    (measured,) = measurements(read_run(made / "pruned"))
+    assert (measured.unrotated, measured.solver) == (rows[1]["perplexity"][text], rows[2]["perplexity"][text])
+
+
+def test_two_texts_of_one_file_name_have_a_column_each(made, tmp_path, capsys):
+    other = tmp_path / "text.txt"
+    other.write_text(random_text(900, seed=7))
+    shown = compared(capsys, made, "--no-record", "--ppl", other).out.replace("\n", "")
+    assert "text.txt" in shown
+    rows = json.loads(compared(capsys, made, "--no-record", "--ppl", other, "--json").out)["models"]
+    for value in rows[1]["perplexity"].values():
+        assert f"{value:.3f}" in shown
+
+
+def test_a_calibration_text_that_is_gone_is_told_before_anything_is_measured(
+    made, tmp_path, capsys, monkeypatch
+):
+    shutil.copytree(made, tmp_path / "made")
+    file = made / "calibration.txt"
+    monkeypatch.setattr("drot.reporting.compare.evaluate", lambda *args, **rest: pytest.fail("measured"))
+    file.rename(made / "elsewhere.txt")
+    try:
+        assert cli.run(["compare", str(tmp_path / "made/pruned"), "--ppl", str(made / "text.txt")]) == 2
+    finally:
+        (made / "elsewhere.txt").rename(file)
+    assert "must be read again: start in the folder where drot prune was started" in capsys.readouterr().err
 
 
 def test_the_table_and_an_unchanged_manifest(made, capsys):

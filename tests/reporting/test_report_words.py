@@ -106,7 +106,7 @@ def test_the_gap_closed_by_a_baseline():
     assert (entry.dense, entry.unrotated) == (10.0, 18.0) and entry.share == pytest.approx(0.75)
     text = " ".join(summary(report, [entry]))
     assert "is 12.000, +2.000 against the dense model's 10.000; pruned by the method alone" in text
-    assert "the model has 18.000, and rotation and solver close 75% of the gap." in text
+    assert "the model has 18.000, and the run closes 75% of the gap." in text
     table = lost_table(report, [entry])
     assert table.cells[0][1:] == ["10.000", "18.000", "12.000", "75%"]
     assert table.cells[1][1:4] == ["100.0%", "-", "90.0%"]

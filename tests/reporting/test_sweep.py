@@ -11,9 +11,11 @@ from small_models import random_text, save_small_model, small_model
 
 import drot
 from drot.checkpoint.load import load, load_tokenizer
+from drot.checkpoint.tables import gap_closed
 from drot.cli import app as cli
 from drot.config import Recipe
 from drot.core.errors import UserError
+from drot.core.files import WriteError
 from drot.evaluation import evaluate as evaluation
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.tasks import Score, Tasks
@@ -90,7 +92,7 @@ def test_the_figures_are_those_of_prune_and_eval(inputs, tmp_path, monkeypatch):
             assert (float(row[name]) if row[name] else None) == expected
     plain, rotated = (float(rows[index][f"perplexity {text}"]) for index in (0, 2))
     gap = rows[2][f"gap closed {text}"]
-    assert (float(gap) if gap else None) == ((plain - rotated) / (plain - dense) if plain > dense else None)
+    assert (float(gap) if gap else None) == gap_closed(dense, plain, rotated)
     assert rows[0][f"gap closed {text}"] == ""
 
 
@@ -218,6 +220,34 @@ def test_a_cell_without_a_finite_perplexity_is_a_row(inputs, tmp_path, monkeypat
     result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert [row[f"perplexity {inputs / 'held.txt'}"] for row in lines_of(result.csv)] == ["", ""]
     assert "has no figures" in caplog.text
+
+
+def test_a_cell_whose_run_fails_does_not_end_the_sweep(inputs, tmp_path, monkeypatch, caplog):
+    prune, calls = failing_at(2, UserError("the loss of layer 0 is not finite: lower `lr`"))
+    monkeypatch.setattr(runner_module, "prune", prune)
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer], sparsity: [2:4, 4:8]}")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
+    assert (result.computed, len(result.rows), len(calls)) == (3, 3, 4)
+    (failed,) = result.skipped
+    assert failed.refused and "4:8" in failed.label and failed.reason.endswith("not finite: lower lr")
+    assert lines_of(result.csv)[-1]["skipped"] == failed.reason
+    assert "the cell mode none, sparsity 4:8 ended" in caplog.text
+    assert sweep(file, out=tmp_path / "out", model=inputs / "model").computed == 1
+    prune, _ = failing_at(1, WriteError("cannot write: the disk is full"))
+    monkeypatch.setattr(runner_module, "prune", prune)
+    with pytest.raises(WriteError):
+        sweep(file, out=tmp_path / "other", model=inputs / "model")
+
+
+def test_no_cell_that_can_be_run_and_cells_that_are_equal_on_the_model(inputs, tmp_path, monkeypatch):
+    equal = grid_file(inputs, tmp_path, "cells: [{mode: none}, {mode: none, seqlen: 24}]")
+    result = sweep(equal, out=tmp_path / "equal", model=inputs / "model")
+    assert len(result.rows) == 1
+    assert all(not each.refused and "its run is that of" in each.reason for each in result.skipped)
+    prune, _ = failing_at(1, UserError("no"))
+    monkeypatch.setattr(runner_module, "prune", prune)
+    with pytest.raises(UserError, match=r"no cell of .* could be run: .*: no"):
+        sweep(equal, out=tmp_path / "failing", model=inputs / "model")
 
 
 def test_the_command(inputs, tmp_path, monkeypatch, capsys):

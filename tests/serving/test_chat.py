@@ -113,5 +113,8 @@ def test_what_was_said_before_ctrl_c_is_kept(packed):
 
 
 def test_the_terminal_obeys_no_character_of_an_answer(capsys):
-    command.show("a\x1b[2Jb\n\tc")
-    assert capsys.readouterr().out == "a\\x1b[2Jb\n\tc"
+    command.show("a\x1b[2Jb\n\tc\u202e")
+    assert capsys.readouterr().out == "a\\x1b[2Jb\n\tc\\u202e"
+    words = "5\u202f€\u3000\u0645\u06cc\u200c\u062e \U0001f468\u200d\U0001f469"
+    command.show(words)
+    assert capsys.readouterr().out == words

@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 from serve_extra import MISSING
+from small_models import small_model
 from transformers import GenerationConfig
 
 from drot.checkpoint.load import load, load_tokenizer
+from drot.core.errors import UserError
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
 
@@ -36,6 +38,32 @@ def asked(packed):
         return await asyncio.gather(*(text(n, *request) for n, request in enumerate(requests)))
 
     return lambda *requests: asyncio.run(together(requests))
+
+
+@pytest.mark.slow
+def test_a_seed_does_not_change_later_answers_without_one(asked):
+    found = {asked((5, False), (None, False))[1] for _ in range(3)}
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3-longrope"])
+def test_models_that_a_batch_would_change_are_refused(family):
+    from drot.serving.engine import Batch
+
+    with pytest.raises(UserError, match="cannot be batched .* try `sequential=True`"):
+        Batch(small_model(family), None)
+
+
+def test_settings_of_the_model_that_no_batch_holds_are_known(packed):
+    from drot.serving.engine import Engine
+
+    model = load(packed, device="cpu")
+    model.generation_config.repetition_penalty = 1.05
+    engine = Engine(model)
+    try:
+        assert engine.always_alone == {"repetition_penalty": 1.05}
+    finally:
+        engine.stop()
 
 
 @pytest.mark.slow

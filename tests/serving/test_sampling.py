@@ -81,6 +81,6 @@ def test_greedy_takes_the_first_of_equal_tokens():
     ],
 )
 def test_what_a_batch_cannot_hold_is_generated_alone(settings, batched):
-    from drot.serving.sampling import can_be_batched
+    from drot.serving.sampling import beyond_a_batch
 
-    assert can_be_batched(GenerationConfig(**settings)) == batched
+    assert (not beyond_a_batch(GenerationConfig(**settings))) == batched

@@ -365,17 +365,78 @@ def test_a_stream_is_whole_with_the_reason_of_its_end(batched, left, last):
     connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
     *parts, done, _ = connection.getresponse().read().decode().split("\n\n")
     assert "[DONE]" in done and len(parts) > 1
-    engine = SimpleNamespace(closing=False)
+    engine = SimpleNamespace(closing=asyncio.Event())
 
     async def sent():
         for number, part in enumerate(parts, 1):
-            engine.closing = number == len(parts) - left
+            if number == len(parts) - left:
+                engine.closing.set()
             yield part
 
     async def received():
         return [part async for part in _with_end(sent(), engine)]
 
     assert last in asyncio.run(received())[-1]
+
+
+def test_a_stream_that_waits_for_a_token_ends_with_an_error_when_the_server_stops():
+    from drot.serving.server import _with_end
+
+    ended = []
+
+    async def waiting():
+        try:
+            yield "data: first\n\n"
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def received():
+        engine = SimpleNamespace(closing=asyncio.Event())
+        asyncio.get_running_loop().call_later(0.05, engine.closing.set)
+        return [part async for part in _with_end(waiting(), engine)]
+
+    first, last = asyncio.run(asyncio.wait_for(received(), 10))
+    assert first == "data: first\n\n" and "not whole" in last and ended
+
+
+def test_what_goes_wrong_in_a_stream_is_an_error_that_clients_can_read():
+    """transformers writes the message between quotes, whatever it holds."""
+    from drot.serving.server import _with_end
+
+    async def failing():
+        yield 'data: {"a": 1}\n\ndata: {"error": "no "JSON"\nContent: {"}\n\n'
+        pytest.fail("the stream went on")
+
+    async def received():
+        return [part async for part in _with_end(failing(), SimpleNamespace(closing=asyncio.Event()))]
+
+    first, last = asyncio.run(received())
+    assert first == 'data: {"a": 1}\n\n'
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["message"] == 'no "JSON"\nContent: {' and error["code"] == 500
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(batched, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    for method in ("__call__", "apply_chat_template"):
+        monkeypatch.setattr(PreTrainedTokenizerFast, method, lambda *args, **rest: pytest.fail("tokenised"))
+    long = "x" * 3_000_000
+    for path, body in (
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": long}]}]},
+        ),
+    ):
+        status, answer = post(batched, body, path)
+        assert status == 400 and "the prompt has 3000000 characters" in answer["error"]["message"]
+
+
+def test_a_model_that_is_null_is_the_one_that_is_served(batched):
+    assert post(batched, {"model": None, "prompt": "x", "max_tokens": 1})[0] == 200
 
 
 def test_a_port_that_is_taken_is_refused(packed, capsys):

@@ -4,6 +4,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from drot.checkpoint.artifact.rotations import rotations_in, spooled
 from drot.checkpoint.artifact.tensors import (
     DTYPES,
     at_positions,
+    holds_rotations,
     holds_weights,
     numbered,
     read_dense,
     stored_names,
 )
+from drot.checkpoint.card import CARD
+from drot.checkpoint.importance import IMPORTANCE_MAPS
 from drot.checkpoint.integrity import (
     check_config,
     files_in,
@@ -34,8 +38,9 @@ from drot.checkpoint.integrity import (
 from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import drot_config_of
+from drot.checkpoint.resume import OWN_TEXT
 from drot.checkpoint.rotations import open_rotations
-from drot.checkpoint.source import header_bytes, tensors_of
+from drot.checkpoint.source import SMALL_FILES, header_bytes, tensors_of
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -51,6 +56,8 @@ from drot.model.rotation import Bases, LayerRotation, RotationsOfLayers
 
 logger = logging.getLogger("drot")
 
+#: the files beside the weights that an artifact may hold
+WITHOUT_WEIGHTS = (*SMALL_FILES, CARD, IMPORTANCE_MAPS, OWN_TEXT)
 #: bits of the significand
 SIGNIFICAND = {"BF16": 8, "F16": 11, "F32": 24}
 #: Bits of the significand of a rotation beyond those of the weights. More bits make the rotations larger and
@@ -151,10 +158,9 @@ def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
     """
     files = {}
     for name in sorted(files_in(folder) | manifest.files.keys()):
-        in_subfolder = "/" in name and name.endswith(
-            ".safetensors"
-        )  # of another model, after drot info --accept
-        if (name in manifest.files and not in_subfolder) or name == MANIFEST:
+        known = holds_weights(Path(name)) or any(fnmatch(name, pattern) for pattern in WITHOUT_WEIGHTS)
+        known = known or ("/" not in name and holds_rotations(folder / name))
+        if (name in manifest.files and known) or name == MANIFEST:
             check_regular(folder / name)
             files[name] = folder / name
         else:
@@ -272,7 +278,7 @@ def _add(
     except SafetensorError as error:
         raise UserError(f"{path} is not a complete safetensors file ({error}): copy it again") from None
     only_rotated = prediction.name.endswith(
-        tuple(f"{module}.weight" for module in ("embed_tokens", ROTATION_MODULE, DOWN_ROTATION))
+        tuple(f"{module}.weight" for module in ("embed_tokens", "lm_head", ROTATION_MODULE, DOWN_ROTATION))
     )
     if only_rotated and changed > LARGEST_CHANGE**2 * total:
         raise UserError(

@@ -24,8 +24,9 @@ from drot.model.rotation import Bases, LayerRotation
 #: The elements of a piece, so that only a part of a large tensor is in fp64 at a time.
 PIECE = 2**24
 #: A sum of n products in fp64 is wrong by at most n · UNIT times the product of the norms. GUARD is for the
-#: sums of v_proj and o_proj, which have two products one after the other, and for two machines.
-UNIT, GUARD = 2.0**-53, 64
+#: sums of v_proj and o_proj, which have two products one after the other, and for two machines; GUARD_OF_ENDS
+#: for embedding and head, which have one product.
+UNIT, GUARD, GUARD_OF_ENDS = 2.0**-53, 64, 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def predictions(
                 layer.hold(boundary)
         for name, tensor in layer.module.state_dict().items():
             tolerance = 0.0 if rotations is None else _tolerance(tensor)
-            yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance, layer.index)
+            yield Prediction(f"{prefix}.{family.name_in_files(name)}", _split(tensor), tolerance, layer.index)
         del layer, tensor  # before the copy of the next layer
 
 
@@ -111,11 +112,11 @@ def _of_ends(decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | Non
             yield Prediction(f"{family.final_norm}.bias", _split(shift), _tolerance(shift))
         for path in family.embeddings:
             rows = module_at(decoder.model, path).weight
-            yield Prediction(f"{path}.weight", (part @ first for part in _split(rows)), _tolerance(rows))
+            yield Prediction(f"{path}.weight", (part @ first for part in _split(rows)), _of_rows(rows))
         yield Prediction(
             f"{family.head}.weight",
             ((rows.double() * scale) @ last for rows in _split(head)),
-            _tolerance(head) * float(scale.abs().max()),
+            _of_rows(head) * float(scale.abs().max()),
         )
 
 
@@ -129,6 +130,16 @@ def _tolerance(tensor: Tensor) -> float:
     matrix = tensor.detach() if tensor.dim() == 2 else tensor.detach().reshape(1, -1)
     norms = [torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float64).max() for dim in (0, 1)]
     return float(max(norms)) * max(matrix.shape) * UNIT * GUARD
+
+
+def _of_rows(matrix: Tensor) -> float:
+    """GUARD_OF_ENDS · n · UNIT · the largest norm of a row, for a product of the rows with a rotation.
+
+    With the norms of the columns, as long as the vocabulary, most elements of an fp32 embedding would be too
+    small beside the tolerance: the artifact would hold them whole.
+    """
+    norms = torch.linalg.vector_norm(matrix.detach(), dim=1, dtype=torch.float64)
+    return float(norms.max()) * matrix.shape[1] * UNIT * GUARD_OF_ENDS
 
 
 def reported(

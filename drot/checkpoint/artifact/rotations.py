@@ -84,7 +84,7 @@ def _r2(dense: DecoderLayer, r1: Tensor, read: Callable[[str], Tensor], prefix: 
     for linear in layer.linears.values():
         spec = linear.spec
         if "r2" in (spec.input, spec.output):
-            pruned = read(f"{prefix}.{spec.path}.weight").double()
+            pruned = read(f"{prefix}.{dense.family.name_in_files(f'{spec.path}.weight')}").double()
             weights = [linear.weight, pruned if spec.part is None else pruned[linear.rows]]
             if spec.input == "r2":  # the heads of queries share the R2 of their KV head
                 weights = [w.T.unflatten(0, (heads.kv_heads, heads.group, -1)) for w in weights]

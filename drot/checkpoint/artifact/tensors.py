@@ -1,5 +1,6 @@
 """The tensors of a checkpoint next to their predictions: dense weights, or packed values and positions."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from drot.checkpoint.artifact.prediction import Prediction, rows_of_a_piece
+from drot.checkpoint.source import read_headers
 from drot.core.errors import UserError
 from drot.ops import unpack24
 
 #: dtypes of weights in a safetensors file
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+#: the name of a tensor in a file of rotations
+ROTATION = re.compile(r"layers\.\d+\.r[123]")
 #: bit positions of the four 2-bit positions in a byte (drot/ops/pack24.py)
 SHIFTS = (0, 2, 4, 6)
 
@@ -21,6 +25,13 @@ SHIFTS = (0, 2, 4, 6)
 def holds_weights(file: Path) -> bool:
     """Whether a file holds weights of the model, by its path relative to the folder of the checkpoint."""
     return str(file).startswith("model") and file.suffix == ".safetensors" and len(file.parts) == 1
+
+
+def holds_rotations(file: Path) -> bool:
+    """Whether a file is one that `save_rotations_to` wrote, and so holds no weights."""
+    if file.suffix != ".safetensors" or not file.is_file():
+        return False
+    return all(ROTATION.fullmatch(name) for name in read_headers([file]))
 
 
 def stored_names(name: str, stored: Any) -> tuple[str, str | None] | None:
