@@ -112,28 +112,41 @@ async def _with_end(parts: Any, engine: Engine) -> AsyncIterator[str]:
     An answer is whole with the part that says why it ended.
     """
     whole = False
-    closing = asyncio.ensure_future(engine.closing.wait())
-    async with contextlib.aclosing(parts):
+    came: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def receive() -> None:
         try:
-            while True:
-                coming = asyncio.ensure_future(anext(parts, None))
-                await asyncio.wait((coming, closing), return_when=asyncio.FIRST_COMPLETED)
-                if not coming.done():
-                    coming.cancel()
-                    await asyncio.wait((coming,))
-                    break
-                if (part := coming.result()) is None:
-                    break
-                text, mark, problem = part.partition(STREAM_ERROR)
-                yield text
-                if mark:
-                    yield _line_of_error(500, problem.removesuffix(STREAM_ERROR_END))
-                    return
-                whole |= '"finish_reason":"' in part  # in the text of an answer, quotes have backslashes
-                if engine.closing.is_set() and not whole:
-                    break
+            async with contextlib.aclosing(parts):
+                async for part in parts:
+                    came.put_nowait(part)
         finally:
-            closing.cancel()
+            came.put_nowait(None)
+
+    # a task of its own, which can be cancelled while it waits for a token
+    receiving = asyncio.ensure_future(receive())
+    closing = asyncio.ensure_future(engine.closing.wait())
+    coming: asyncio.Future[str | None] | None = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(came.get())
+            await asyncio.sleep(0)  # takes what is there, also when the engine closes
+            if not coming.done():
+                await asyncio.wait((coming, closing), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                break
+            if (part := coming.result()) is None:
+                await receiving  # raises what it raised
+                break
+            text, mark, problem = part.partition(STREAM_ERROR)
+            yield text
+            if mark:
+                yield _line_of_error(500, problem.removesuffix(STREAM_ERROR_END))
+                return
+            whole |= '"finish_reason":"' in part  # in the text of an answer, quotes have backslashes
+    finally:
+        for task in (receiving, closing, coming):
+            if task is not None:
+                task.cancel()
     if engine.closing.is_set() and not whole:
         yield _line_of_error(503, "the server was stopped: the answer is not whole")
         return

@@ -369,9 +369,11 @@ def test_a_stream_is_whole_with_the_reason_of_its_end(batched, left, last):
 
     async def sent():
         for number, part in enumerate(parts, 1):
+            if number == len(parts) - left + 1:
+                await asyncio.sleep(60)
+            yield part
             if number == len(parts) - left:
                 engine.closing.set()
-            yield part
 
     async def received():
         return [part async for part in _with_end(sent(), engine)]
