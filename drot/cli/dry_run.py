@@ -46,7 +46,7 @@ def show_needs(
         check_rotations_output(save_rotations_to, recipe, out, resume=resume, dry_run=True)
     with working():
         needs = run_needs(model, recipe, **options)
-        device = pick_device(options["device"])
+        device = pick_device(options["device"], kernels=True)
         seconds = seconds_at(needs.work, functools.partial(measured_rate, device))
         seconds /= needs.gpus if is_gpu(device) else 1  # ranks on a CPU share it
     if as_json:

@@ -95,14 +95,14 @@ def free_memory(device: torch.device) -> int:
     return total_memory(device)
 
 
-def pick_device(name: str | torch.device) -> torch.device:
+def pick_device(name: str | torch.device, *, kernels: bool = False) -> torch.device:
     """The device named `cpu`, `cuda` or `cuda:N`. `auto` is `cuda`, or the CPU without a GPU.
 
     The device is named as tensors name theirs, so that the two compare as equal: a GPU with its index, which
     is that of torch's current GPU for `cuda`, and the CPU without one.
 
     Raises UserError for another name, for a GPU that torch does not find, and for a GPU for which drot was
-    not built (`check_gpu`).
+    not built, or, with `kernels`, has none (`check_gpu`).
     """
     kind = GPU_TYPES[0]
     gpu = torch.get_device_module(kind)
@@ -123,7 +123,7 @@ def pick_device(name: str | torch.device) -> torch.device:
         )
     if device.index is None:
         device = torch.device(kind, gpu.current_device())
-    check_gpu(device)
+    check_gpu(device, kernels)
     return device
 
 

@@ -21,7 +21,7 @@ from drot.config.rotation import point_of
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
-from drot.machine.devices import check_gpu, computing_dtype, is_gpu, parse_dtype, pick_device
+from drot.machine.devices import computing_dtype, is_gpu, parse_dtype, pick_device
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
@@ -191,14 +191,12 @@ def prepare(
 
 def _own_device(name: str | torch.device, ranks: Ranks) -> torch.device:
     """The device of this rank: of several ranks on GPUs, each has the GPU with its number on its machine."""
-    device = pick_device(name)
-    if is_gpu(device):
-        check_gpu(device, kernels=True)
+    device = pick_device(name, kernels=True)
     if ranks.size == 1 or not is_gpu(device):
         return device
     if str(name) not in ("auto", device.type):
         raise UserError(f"`device` must be {device.type} where several ranks have a GPU each; got {name}")
-    ranks.device = device = pick_device(f"{device.type}:{ranks.local_rank}")
+    ranks.device = device = pick_device(f"{device.type}:{ranks.local_rank}", kernels=True)
     torch.get_device_module(device).set_device(device)
     return device
 

@@ -92,6 +92,7 @@ def compare(
     name = manifest.dense_model(model)
     if manifest.recipe.reads_calibration and manifest.recipe.calibration.source == GIVEN_TOKENS:
         raise UserError(f"the run of {folder} was given token ids, so drot cannot prune with them again")
+    pick_device(device, kernels=True)
     tokenizer = load_tokenizer(name)
     tokens = _tokens(Path(folder), manifest, tokenizer, progress)  # before hours of measuring
     (figures,) = evaluate(

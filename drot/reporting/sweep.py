@@ -81,7 +81,7 @@ def sweep(
     model = content.asked.model if model is None else str(model)
     if not model:
         raise UserError(f"`model` is missing: name a model on the hub or a folder, here or in {grid}")
-    out, target = Path(out), pick_device(device)
+    out, target = Path(out), pick_device(device, kernels=True)
     _check_folder(out)
     cells, refused = _cells_for(model, content, target)
     skipped = content.skipped + refused

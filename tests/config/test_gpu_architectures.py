@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode, fake_tensor
 
+import drot
 from drot.core.errors import UserError
 from drot.machine import devices
 from drot.machine.devices import kernel_problem, pick_device
+from drot.reporting.demo import MODEL
 from drot.sparse.linear import SparseLinear
 
 DEFAULT = "8.0 9.0 10.0 12.0+PTX"
@@ -98,6 +100,16 @@ def test_a_packed_weight_on_a_gpu_without_kernels_is_refused_in_one_line(monkeyp
         gpu(monkeypatch, (9, 0), DEFAULT)
         linear.compress()
         assert linear.compressed is not None
+
+
+def test_a_build_without_cuda_prunes_on_no_gpu(monkeypatch, caplog):
+    """The first op would end in torch's NotImplementedError, in the middle of a run."""
+    gpu(monkeypatch, (9, 0), "", cuda="")
+    with pytest.raises(
+        UserError, match='^A GPU has .* built without CUDA: rebuild it .*; or use `device="cpu"`'
+    ):
+        drot.prune(MODEL, drot.Recipe())
+    assert not caplog.records
 
 
 def test_a_build_without_cuda_warns_once(monkeypatch, caplog):

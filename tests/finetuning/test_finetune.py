@@ -246,6 +246,8 @@ def test_a_model_that_another_program_pruned(tmp_path, capsys):
     assert "linears set to zero by another program." in (out / "README.md").read_text()
     run(out, tmp_path / "again")
     assert len(read_any_manifest(tmp_path / "again").finetune) == 2
+    with pytest.raises(UserError, match="prune with"):  # packed, if its weights were 2:4
+        convert(out, tmp_path / "packed", "packed")
     with pytest.raises(UserError, match="was pruned by another program and fine-tuned by drot"):
         drot.prune(out)
     with pytest.raises(UserError, match=r"holds no drot.json, and 2.\d% of the linear weights"):

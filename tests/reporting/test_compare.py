@@ -7,6 +7,7 @@ import pytest
 from small_models import random_text, random_tokens, save_small_model, small_model
 
 import drot
+from drot.checkpoint.convert import convert
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.tables import evaluation_figures, gap_closed
 from drot.cli import app as cli
@@ -133,6 +134,12 @@ def test_the_text_that_the_model_wrote_for_the_run_is_read_again(made, tmp_path,
     text = str(tmp_path / "text.txt")
     (by_hand,) = evaluate([str(tmp_path / "solver")], ppl=[text], record=False, device="cpu")
     assert solver["perplexity"][text] == pytest.approx(by_hand["perplexity"][text], rel=1e-6)
+    # a converted checkpoint takes the text along
+    convert(tmp_path / "pruned", tmp_path / "converted/pruned", "packed")
+    (tmp_path / "converted/text.txt").write_text((made / "text.txt").read_text())
+    again = json.loads(compared(capsys, tmp_path / "converted", "--json").out)["models"][2]
+    assert list(again["perplexity"].values()) == pytest.approx(list(solver["perplexity"].values()), rel=1e-6)
+    assert "tokens differ" not in caplog.text
     (tmp_path / "pruned/own_text.jsonl").write_text(json.dumps({"text": random_text(900, seed=3)}))
     compared(capsys, tmp_path, "--no-record")
     assert "calibration tokens differ" in caplog.text
