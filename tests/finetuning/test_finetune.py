@@ -28,6 +28,7 @@ from drot.cli.commands import imported
 from drot.config import FINETUNE_LR, default_seqlen
 from drot.core.errors import UserError
 from drot.finetuning import finetune as module
+from drot.ops import nm_mask
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import unpack_model
@@ -246,12 +247,22 @@ def test_a_model_that_another_program_pruned(tmp_path, capsys):
     assert "linears set to zero by another program." in (out / "README.md").read_text()
     run(out, tmp_path / "again")
     assert len(read_any_manifest(tmp_path / "again").finetune) == 2
-    with pytest.raises(UserError, match="prune with"):  # packed, if its weights were 2:4
-        convert(out, tmp_path / "packed", "packed")
     with pytest.raises(UserError, match="was pruned by another program and fine-tuned by drot"):
         drot.prune(out)
     with pytest.raises(UserError, match=r"holds no drot.json, and 2.\d% of the linear weights"):
         run(elsewhere(tmp_path / "dense", share=0.02), tmp_path / "refused")
+
+
+def test_a_model_that_another_program_pruned_is_packed_after_its_fine_tuning(tmp_path):
+    model = small_model("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("_proj.weight"):
+                weight.masked_fill_(nm_mask(weight.abs(), 2, 4), 0)
+    model.save_pretrained(tmp_path / "pruned")
+    run(tmp_path / "pruned", tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "packed", "packed")
+    assert is_packed(drot.load(tmp_path / "packed", device="cpu"))
 
 
 def test_a_fine_tuned_checkpoint_is_converted_with_its_record(pruned, tmp_path):
