@@ -328,7 +328,8 @@ ENDS = "first", "last"
 def records(of_tiny: bool = False) -> str:
     """The runs of real_models.py: medians of the seeds, with the range where there are several."""
     body, used = [], []
-    for (model, calibration, tokens), of_case in sorted(runs().items()):
+    cases = sorted(runs().items(), key=lambda item: (*item[0][:2], int(item[0][2])))
+    for (model, calibration, tokens), of_case in cases:
         if (model == TINY) != of_tiny:
             continue
         body.append([model, calibration, tokens, "dense", "", *dense_cells(of_case), ""])

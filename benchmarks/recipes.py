@@ -80,6 +80,9 @@ RECIPES: dict[str, Recipe] = {
         for point in POINTS
         for quality in ("balanced", "best")
     },
+    "full, balanced, equal tokens, 100 steps": of_point(
+        "full", "balanced", steps=100, **WEIGHTS[", equal tokens"]
+    ),
     "full, balanced, equal outputs, recovered, 100 steps": of_point(
         "full", "balanced", steps=100, recover="block", **EQUAL_OUTPUTS
     ),

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
+from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.resume import OWN_TEXT, read_journal
 from drot.config import CalibrationConfig, ResolvedRecipe, default_seqlen
@@ -29,11 +30,14 @@ from drot.evaluation.predictions import check_windows
 from drot.machine.devices import computing_dtype, dtype_name
 from drot.machine.environment import machine_name, versions
 from drot.machine.ranks import ALONE
+from drot.model.decoder import DecoderModel
 from drot.model.sizes import positions_of
 from drot.pipeline.prune import prune
 from drot.pipeline.tokens import TextReader
 from drot.reporting.grid import Cell, Grid, effective
 from drot.reporting.rows import run_columns
+from drot.text.mixture import texts_of
+from drot.text.names import OWN
 from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
@@ -47,6 +51,13 @@ KEY_DIGITS = 16
 
 #: `perplexity`: text → perplexity; `accuracy`: task → accuracy in [0, 1]; None if it is not finite
 Measured = dict[str, dict[str, float | None]]
+
+
+def _weights_in_files(model: str) -> dict[str, str]:
+    """What the weights of a model are (`weights_record`), by the files that hold them."""
+    skeleton, weights, _ = open_skeleton(model)
+    parts = DecoderModel(skeleton, weights=weights).parts_of_state
+    return weights_record(skeleton.state_dict(), parts=parts)
 
 
 class CellRunner:
@@ -96,10 +107,12 @@ class CellRunner:
         The first of these recipes is the one that reads most of it, because the model writes it then.
         """
         readers: dict[CalibrationConfig, TextReader] = {}
+        writes = any(OWN in dict(texts_of(recipe.calibration.source)) for recipe in recipes)
+        weights = _weights_in_files(self.model) if writes else None  # they write other texts at the same path
         for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
             text, further = recipe.calibration, recipe.recovery.distill_nsamples
             if text not in readers:
-                key = json_digest([self.model, self.dtype, values_of(text), further])[:KEY_DIGITS]
+                key = json_digest([self.model, weights, self.dtype, values_of(text), further])[:KEY_DIGITS]
                 readers[text] = TextReader(
                     model=self.model, tokenizer=self.tokenizer, config=self.config, device=self.setup.device,
                     dtype=self.dtype, progress=self.setup.progress, ranks=ALONE,

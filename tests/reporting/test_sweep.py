@@ -295,3 +295,12 @@ def test_another_model_writes_its_own_text_and_a_sweep_that_has_no_more_than_tha
     sweep(file, out=out, model=tmp_path / "other")
     first, second = (each.read_text() for each in out.glob("own_text_*.jsonl"))
     assert first != second
+
+
+def test_other_weights_at_the_same_path_write_another_text(inputs, tmp_path):
+    file, out = grid_file(inputs, tmp_path, "grid: {source: [own], nsamples: [8]}"), tmp_path / "out"
+    for seed in (0, 1):
+        model = save_small_model(small_model("llama", seed=seed, num_hidden_layers=2), tmp_path / "model")
+        assert sweep(file, out=out, model=model).computed == 1
+    first, second = (each.read_text() for each in out.glob("own_text_*.jsonl"))
+    assert first != second
