@@ -25,7 +25,7 @@ def bench(
 
     Arguments:
         model MODEL: A model with 2:4 weights: a name on the Hugging Face hub, or a local folder. If
-            its layers are of several kinds, only the whole model is timed.
+            its layers are of several kinds, or some linears are dense, only the whole model is timed.
     Cases:
         shape [llama-2-7b|llama-3-8b|llama-3-70b|llama-3-405b|qwen2.5-7b|qwen3-8b]: Instead of MODEL: time
             a decoder layer with random weights in the dimensions of this model.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from drot.checkpoint.load import load
 from drot.checkpoint.opening import load_config
-from drot.checkpoint.quantization_config import dense_linears_of
+from drot.checkpoint.quantization_config import dense_linears_of, drot_config_of
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.version import __version__
 from drot.evaluation.cases import (
@@ -70,8 +70,8 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Times one decoder layer, and the whole of a checkpoint, dense against 2:4.
 
-    Of a checkpoint whose layers are of several kinds, as attention and Mamba, no layer stands for all others,
-    and only the whole is timed.
+    Of a checkpoint whose layers are of several kinds, as attention and Mamba, or some of whose linears are
+    dense, no layer stands for all others, and only the whole is timed.
 
     Returns, in plain JSON types, model, machine, dtype, repeats, versions, and
     variants: `layer` and `model` → the names of the variants that were timed.
@@ -135,8 +135,11 @@ def _variants(
         return weights, {"layer": layer_variants(shape_config(shape), dtype=weights, device=device)}
     assert model is not None
     loaded = load(model, device=device, dtype=dtype)
-    models = model_variants(loaded, () if is_packed(loaded) else dense_linears_of(model, loaded.config))
-    if len(set(layer_families(loaded.config, loaded.config.num_hidden_layers))) > 1:
+    held = drot_config_of(loaded.config) if is_packed(loaded) else None
+    dense = dense_linears_of(model, loaded.config) if held is None else held.dense_linears
+    models = model_variants(loaded, dense)
+    kinds = set(layer_families(loaded.config, loaded.config.num_hidden_layers))
+    if dense or len(kinds) > 1:
         return loaded.dtype, {"model": models}
     layer = layer_variants(models[SPARSE].config, dtype=loaded.dtype, device=device)
     return loaded.dtype, {"layer": layer, "model": models}

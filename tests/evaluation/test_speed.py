@@ -179,14 +179,19 @@ def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
     assert "than dense" not in out and "as fast" not in out
 
 
-def test_layers_of_several_kinds_are_timed_as_a_whole(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "keep", "format"),
+    [("lfm2", (), "dense"), *(("llama", ("down_proj",), f) for f in ("dense", "packed"))],
+)
+def test_layers_of_several_kinds_are_timed_as_a_whole(tmp_path, family, keep, format):
     """The first layer of LFM2 is a convolution, and the first of many mixtures has no experts."""
     recipe = Recipe().replace(
-        mode="none", method="magnitude", solve="none", target="self", token_weights="equal"
+        mode="none", method="magnitude", solve="none", target="self", token_weights="equal", keep=keep
     )
     drot.prune(
-        small_model("lfm2"), recipe, calibration=random_tokens(2, 16), device="cpu", out=tmp_path / "out"
-    )
+        small_model(family, head_dim=16) if keep else small_model(family), recipe, device="cpu",
+        calibration=random_tokens(2, 16), out=tmp_path / "out", format=format,
+    )  # fmt: skip
     data = speed.measure_speed(tmp_path / "out", tokens=[8], batches=[1], repeats=1, device="cpu")
     assert data["variants"] == {"model": [DENSE, SPARSE]}
     assert {row["what"] for row in data["rows"]} == {"model"}
