@@ -501,7 +501,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "qualities": choices(
         {
             "SparseGPT, not rotated": PLAIN,
-            "`--rotation none --solve admm` …, the solver of `balanced`": SOLVER,
+            "the solver of `balanced`, not rotated": SOLVER,
             "`fast --solve none`": "full, one shot",
             "`fast`": "full, fast",
             "`balanced`, the default": BALANCED,
