@@ -315,12 +315,12 @@ def test_of_a_text_it_takes_other_sequences(count, tmp_path, monkeypatch):
 def test_a_repeated_run_of_a_short_text_draws_the_same_sequences(tmp_path, caplog):
     """The manifest had the number that was found, and a repeat found fewer of fewer."""
     model = save_small(tmp_path / "model", "llama")
-    (tmp_path / "text.txt").write_text(random_text(450))
+    (tmp_path / "text.txt").write_text(random_text(330))
     chosen = recipe(nsamples=12, seqlen=24, source=str(tmp_path / "text.txt"))
     first = drot.prune(model, chosen, out=tmp_path / "first", device="cpu").manifest
     assert "of 12 sequences for the training of all layers" in caplog.text
     assert first.recipe.recovery.distill_nsamples == 12 and first.distillation.trained is not None
-    again = drot.prune(model, Recipe.load(tmp_path / "first"), out=tmp_path / "again", device="cpu").manifest
+    again = drot.prune(model, Recipe.from_file(tmp_path / "first"), out=tmp_path / "again", device="cpu").manifest
     assert again.identity["distillation"] == first.identity["distillation"]
     first_tensors, tensors = (saved_tensors(tmp_path / name) for name in ("first", "again"))
     assert_same_weights(tensors, first_tensors)
