@@ -320,7 +320,8 @@ def test_a_repeated_run_of_a_short_text_draws_the_same_sequences(tmp_path, caplo
     first = drot.prune(model, chosen, out=tmp_path / "first", device="cpu").manifest
     assert "of 12 sequences for the training of all layers" in caplog.text
     assert first.recipe.recovery.distill_nsamples == 12 and first.distillation.trained is not None
-    again = drot.prune(model, Recipe.from_file(tmp_path / "first"), out=tmp_path / "again", device="cpu").manifest
+    repeated = Recipe.from_file(tmp_path / "first")
+    again = drot.prune(model, repeated, out=tmp_path / "again", device="cpu").manifest
     assert again.identity["distillation"] == first.identity["distillation"]
     first_tensors, tensors = (saved_tensors(tmp_path / name) for name in ("first", "again"))
     assert_same_weights(tensors, first_tensors)
