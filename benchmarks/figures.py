@@ -513,7 +513,7 @@ TABLES: dict[str, Callable[[], str]] = {
                 ("", one_shot_of(method, sparsity)),
             )
         },
-        plain={one_shot_of(*method): plain_of(*method) for method in METHODS},
+        plain={make(*method): plain_of(*method) for method in METHODS for make in (one_shot_of, plain_of)},
     ),
     "rotations": choices(
         {
