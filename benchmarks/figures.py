@@ -525,7 +525,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "`--rotation light`: one R1 for all layers": "light, one shot",
             "`--product-dtype bfloat16`, as on a GPU": "full, one shot, products in bfloat16",
             "`--objective entropy --steps 100`": "full, one shot, entropy, 100 steps",
-            "`--objective entropy --optimizer paper --reference-compat`, 400 steps": (
+            "`--objective entropy --optimizer paper --reference-compat`, no R3, 400 steps": (
                 "full, one shot, paper, 400 steps"
             ),
         }
