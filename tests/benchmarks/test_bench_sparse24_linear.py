@@ -58,7 +58,7 @@ def test_the_fusion_is_compared_and_old_rows_are_read(
     assert file.read_text().splitlines()[0] == recorded[0]
     file.write_text("\n".join([*recorded, *file.read_text().splitlines()[1:]]) + "\n")
     figures = importlib.import_module("figures")
-    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    monkeypatch.setattr(importlib.import_module("_rows"), "FOLDER", tmp_path)
     lines = figures.TABLES["sparse24_linear"]().splitlines()
     (old,) = [line for line in lines if line.startswith("| 4096x14336 bfloat16, 4 tokens, rotation | 2")]
     (new,) = [line for line in lines if line.startswith(f"| {case}, rotation |")]
