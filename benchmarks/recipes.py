@@ -73,7 +73,6 @@ RECIPES: dict[str, Recipe] = {
     "full, fast, distilled": of_point("full", "fast", distill_epochs=DISTILL_EPOCHS),
     **{f"full, {quality}, recovered": of_point("full", quality, recover="block") for quality in QUALITIES},
     "full, balanced, no R3": BALANCED.replace(down_rotation="none"),
-    "full, best, 300 steps": of_point("full", "best", steps=300),
     # half of today's steps, and the outputs as they counted before they were weighted
     **{
         f"{point}, {quality}, equal outputs, 100 steps": of_point(point, quality, steps=100, **EQUAL_OUTPUTS)

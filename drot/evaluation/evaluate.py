@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,8 +128,9 @@ def evaluate(
     read = functools.partial(load_eval_tokens, text_column=text_column, progress=progress)
     texts = {name: {s: read(s, tokenizers[name]) for s in sources} for name in everyone}
     _check_texts(texts, configs, seqlen, original)
-    for tokens in (each for name in names for each in texts[name].values() if choices.OWN in tasks):
-        choices.check_length(tokens)
+    if choices.OWN in tasks:
+        for name, source in itertools.product(names, sources):
+            choices.check_length(texts[name][source])
     setup = Setup(
         seqlen=seqlen, device=target, against=original, task_names=tasks, tasks=prepare_tasks(tasks),
         task_options=options, progress=progress,

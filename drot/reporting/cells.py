@@ -53,7 +53,7 @@ KEY_DIGITS = 16
 Measured = dict[str, dict[str, float | None]]
 
 
-def _weights_in_files(model: str) -> dict[str, str]:
+def _weights_in_files(model: str) -> dict[str, Any]:
     """What the weights of a model are (`weights_record`), by the files that hold them."""
     skeleton, weights, _ = open_skeleton(model)
     parts = DecoderModel(skeleton, weights=weights).parts_of_state

@@ -225,7 +225,7 @@ def not_batched(model: "PreTrainedModel") -> str | None:
     """
     config = model.config.get_text_config()
     if config._attn_implementation == "eager":
-        return "its attention has no kernel of torch"
+        return "torch has no kernel for its attention"
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
     kinds = {part.get("rope_type") for part in parts} & {"longrope", "dynamic"}
