@@ -18,7 +18,7 @@ import datetime
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from recipes import RECIPES
 
 import drot
 from drot.checkpoint.load import load_tokenizer
-from drot.config import CalibrationConfig
+from drot.config import CalibrationConfig, Recipe
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import load_eval_tokens
 from drot.evaluation.predictions import Predictions, predict
@@ -61,20 +61,6 @@ def smollm2(models: Path) -> Path:
     tokenizer.save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
-
-
-def common_columns(source: str | Path, settings: CalibrationConfig, device: str) -> dict[str, object]:
-    """What the rows of one process have in common: the date, the versions, the model and the calibration."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "model": Path(source).name,
-        "calibration": " + ".join(Path(text).stem for text, _ in texts_of(settings.source)),
-        "tokens": settings.nsamples * settings.seqlen,
-    }
 
 
 def predictions(dense: Any, texts: dict[str, torch.Tensor], seqlen: int) -> dict[str, Predictions]:
@@ -126,51 +112,88 @@ def told(measured: dict[str, str]) -> str:
     )
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", help=f"folder or name on the hub; default: {SMOLLM2}")
-    parser.add_argument("--models", type=Path, default=ROOT / ".cache" / "models")
-    parser.add_argument("--calibration", default="wikitext2", help="text, or several with a comma between")
-    parser.add_argument("--eval", action="append", help="text; may be given more than once")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of the calibration")
-    parser.add_argument("--seqlen", type=int, default=512, help="tokens of a window of either text")
-    parser.add_argument("--eval-tokens", type=int, default=16384)
-    parser.add_argument("--seed", type=int, action="append", help="may be given more than once; default: 0")
-    parser.add_argument("--only", action="append", choices=RECIPES, help="may be given more than once")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--untimed", action="store_true", help="the machine is busy: leave out the seconds")
-    add_csv(parser)
-    return parser.parse_args()
+def parser(description: str, choices: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of a script that measures a model; `choices` are those of --only."""
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("model", nargs="?", help=f"folder or name on the hub; default: {SMOLLM2}")
+    found.add_argument("--models", type=Path, default=ROOT / ".cache" / "models")
+    found.add_argument("--calibration", default="wikitext2", help="text, or several with a comma between")
+    found.add_argument("--eval", action="append", help="text; may be given more than once")
+    found.add_argument("--tokens", type=int, default=16384, help="tokens of the calibration")
+    found.add_argument("--seqlen", type=int, default=512, help="tokens of a window of either text")
+    found.add_argument("--eval-tokens", type=int, default=16384)
+    found.add_argument("--seed", type=int, action="append", help="may be given more than once; default: 0")
+    found.add_argument("--only", action="append", choices=choices, help="may be given more than once")
+    found.add_argument("--device", default="auto")
+    add_csv(found)
+    return found
+
+
+@dataclasses.dataclass
+class Measurement:
+    """What the options of `parser` name: a model, texts and a calibration.
+
+    texts: name → the predictions of the dense model for its tokens.
+    common: what the rows of one process have in common: the date, the versions, the model, the calibration.
+    """
+
+    source: str | Path
+    device: torch.device
+    tokenizer: Any
+    texts: dict[str, Predictions]
+    calibration: CalibrationConfig
+    common: dict[str, object]
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Measurement":
+        source = options.model or smollm2(options.models)
+        device, tokenizer = pick_device(options.device), load_tokenizer(source)
+        texts = {
+            Path(text).stem: load_eval_tokens(text, tokenizer)[: options.eval_tokens]
+            for text in options.eval or ["wikitext2", str(HELD_OUT)]
+        }
+        dense = drot.load(source, device=options.device, dtype="float32")
+        nsamples = max(1, options.tokens // options.seqlen)
+        calibration = CalibrationConfig(source=options.calibration, nsamples=nsamples, seqlen=options.seqlen)
+        names = [Path(text).stem for text, _ in texts_of(calibration.source)]
+        common = {
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "commit": commit(),
+            "machine": machine(str(device)),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "model": Path(source).name,
+            "calibration": " + ".join(names),
+            "tokens": nsamples * options.seqlen,
+        }
+        known = predictions(dense, texts, options.seqlen)
+        return cls(source, device, tokenizer, known, calibration, common)
+
+    def pruned(self, recipe: Recipe, seed: int, **rotations: Path) -> torch.nn.Module:
+        """The model after `drot.prune` by `recipe`, on the calibration windows of `seed`."""
+        recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(self.calibration, seed=seed))
+        run: Any = drot.prune(
+            self.source, recipe, tokenizer=self.tokenizer, device=self.device, dtype="float32",
+            save_dtype="float32", **rotations,
+        )  # fmt: skip
+        return run.model.to(self.device)
 
 
 def main() -> None:
-    options = arguments()
-    source = options.model or smollm2(options.models)
-    device = pick_device(options.device)
-    tokenizer = load_tokenizer(source)
-    texts = {
-        Path(text).stem: load_eval_tokens(text, tokenizer)[: options.eval_tokens]
-        for text in options.eval or ["wikitext2", str(HELD_OUT)]
-    }
-    dense = predictions(drot.load(source, device=options.device, dtype="float32"), texts, options.seqlen)
-    settings = CalibrationConfig(
-        source=options.calibration, nsamples=max(1, options.tokens // options.seqlen), seqlen=options.seqlen
+    options_of = parser(__doc__.splitlines()[0], RECIPES)
+    options_of.add_argument(
+        "--untimed", action="store_true", help="the machine is busy: leave out the seconds"
     )
-    common = common_columns(source, settings, str(device))
+    options = options_of.parse_args()
+    measurement = Measurement.of(options)
     for name in options.only or RECIPES:
-        recipe = RECIPES[name]
         for seed in options.seed or [0]:
-            drawn = dataclasses.replace(settings, seed=seed)
             started = time.perf_counter()
-            pruned: Any = drot.prune(
-                source, dataclasses.replace(recipe, calibration=drawn), tokenizer=tokenizer,
-                device=options.device, dtype="float32", save_dtype="float32",
-            ).model  # fmt: skip
+            pruned = measurement.pruned(RECIPES[name], seed)
             seconds = time.perf_counter() - started
-            pruned.to(device)
-            for text in texts:
-                measured = figures(dense[text], pruned)
-                row = common | {
+            for text, dense in measurement.texts.items():
+                measured = figures(dense, pruned)
+                row = measurement.common | {
                     "recipe": name,
                     "seed": seed,
                     "text": text,

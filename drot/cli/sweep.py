@@ -1,10 +1,9 @@
 """The command `drot sweep`, and its table."""
 
-from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drot.checkpoint.tables import Table, number
+from drot.checkpoint.tables import Table, number, text_names
 from drot.cli.commands import Interrupted
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
@@ -71,16 +70,10 @@ def sweep(
         print_sweep(result)
 
 
-def _names(sources: Sequence[str]) -> dict[str, str]:
-    """Text → its heading: the name of a file alone, if no other text has it."""
-    short = {source: PurePath(source).stem if "/" in source else source for source in sources}
-    return short if len(set(short.values())) == len(short) else {source: source for source in sources}
-
-
 def _table(result: "SweepResult") -> Table:
     """A row for the dense model and one for each cell. A text has one column, with the gap closed."""
     first = result.rows[0]
-    names = _names([heading.partition(" ")[2] for heading in first if heading.startswith("perplexity ")])
+    names = text_names([heading.partition(" ")[2] for heading in first if heading.startswith("perplexity ")])
     found = [heading.partition(" ")[2] for heading in first if heading.startswith("accuracy ")]
     tasks = {task: ":".join(names.get(part, part) for part in task.split(":", 1)) for task in found}
     fields = result.fields or ("cell",)

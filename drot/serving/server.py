@@ -9,6 +9,7 @@ import contextlib
 import json
 import socket
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -266,11 +267,21 @@ async def _answer(handle: Callable[..., Any], request: Request, body: dict[str, 
             await asyncio.wait((answer,))
             return JSONResponse({}, 499)  # nobody reads it
         return answer.result()
-    except TemplateError as error:
+    except Exception as error:
+        if not _of_template(error):
+            raise
         raise HTTPException(400, f"the chat template refuses the messages: {quoted(error)}") from error
     finally:
         gone.cancel()
         answer.cancel()
+
+
+def _of_template(error: Exception) -> bool:
+    """Whether a chat template raised the error, as a TypeError for a message without content."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, TemplateError) or any(
+        frame.f_code.co_filename == "<template>" for frame, _ in frames
+    )
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -254,6 +254,16 @@ def test_settings_of_the_chat_template(batched, value, status):
     assert got == status and (status == 200 or "chat_template_kwargs" in answer["error"]["message"]), answer
 
 
+def test_a_message_that_the_chat_template_cannot_add(packed, served, tmp_path):
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    template = "{% for message in messages %}{{ message.content + 1 }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    asked = {"messages": [{"role": "user", "content": "add"}], "max_tokens": 2}
+    with served.func(folder) as server:
+        status, answer = post(server, asked, "/v1/chat/completions")
+    assert status == 400 and "the chat template refuses the messages" in answer["error"]["message"], answer
+
+
 @pytest.mark.parametrize("tools", ["f", [1], [{"a": 1}], [{"type": "function", "function": {"name": ""}}]])
 def test_malformed_tools_are_refused(tools, batched):
     messages = [{"role": "user", "content": "add"}]
