@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Serves a checkpoint that drot wrote by vLLM, and asks it for a few tokens:
+# Serves a checkpoint that drot wrote by vLLM, and asks it for a few tokens. The server then goes on until
+# Ctrl-C:
 #   examples/serve_vllm.sh CHECKPOINT [RANKS [OPTIONS of vllm serve]]
 #
 # NOT YET RUN BY US ON A GPU. What was tested is in docs/deploy.md, section "In vLLM": loading and products on
@@ -26,3 +27,4 @@ done
 curl --silent --fail "http://127.0.0.1:$port/v1/completions" --header 'Content-Type: application/json' \
   --data '{"model": "drot", "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}'
 echo
+wait "$server"

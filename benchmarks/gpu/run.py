@@ -157,7 +157,7 @@ class Run:
         with self._told:  # nobody packs the log meanwhile
             text = shorten(log)
         end_of_log = 0 if status == 0 else LAST_LINES
-        before = text[: len(text) - end_of_log]
+        before = text[: max(0, len(text) - end_of_log)]
         lines = [line for line in before if SHOWN.search(line)][-MOST_SHOWN:] + text[len(before) :]
         if status == 0:
             return Outcome("passed", seconds, lines)

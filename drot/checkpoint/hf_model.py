@@ -49,7 +49,7 @@ from drot.model.experts import ReplacedExperts
 from drot.model.mixins import Mixin, mix
 from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.sparse.fused import fuse
-from drot.sparse.linear import NOT_TRAINABLE, is_packed, packed_weights
+from drot.sparse.linear import NOT_TRAINABLE, compresses, is_packed, packed_weights
 from drot.sparse.packed import check_packed, compress_model, unpack_model
 
 #: arguments of `save_pretrained` and `push_to_hub` that are for the upload and the card
@@ -292,7 +292,8 @@ class DrotQuantizer(HfQuantizer):
         # accelerate's hooks move the input of each module by itself, and fused modules share theirs
         if self.quantization_config.packed and not any(hasattr(part, "_hf_hook") for part in model.modules()):
             fuse(text)
-        compress_model(text)  # has no effect on a CPU, until the model moves to a GPU
+        if compresses():
+            compress_model(text)  # has no effect on a CPU, until the model moves to a GPU
         if not self.whole:
             as_drot_model(model)
             keep_files(model, model.name_or_path)

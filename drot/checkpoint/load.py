@@ -31,7 +31,7 @@ from drot.checkpoint.source import (
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
-from drot.sparse.linear import is_packed, packed_linears
+from drot.sparse.linear import compresses, is_packed, packed_linears
 from drot.sparse.packed import compress_model
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def load(
     compress: whether a GPU keeps the compressed form of packed weights, cuSPARSELt's own, beside the packed
         form. Without it, a product of many tokens (prefill, perplexity) unpacks the weight at each call and
         is slower than a dense product; with it, the packed weights take about twice the memory. None is True
-        on a GPU. On a CPU there is no such form, and the value has no effect.
+        unless the environment has DROT_COMPRESS=0. On a CPU there is no such form, and the value has no
+        effect.
     verify: whether to compare the weights and config.json with their hashes in drot.json.
     """
     is_a("device", device, str, torch.device)
@@ -69,7 +70,7 @@ def load(
     model = load_model(path, dtype, verify=verify)
     packed = is_packed(model)
     model = model.to(target)  # type: ignore[arg-type]
-    if packed and compress is not False:
+    if packed and (compresses() if compress is None else compress):
         compress_model(model)
     elif packed and is_gpu(target):
         logger.warning("%s is loaded without compressed weights: %s", path, UNCOMPRESSED)
@@ -115,6 +116,7 @@ def load_model(
     with verified, silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=None if gguf else config,
             dtype=dtype,
             output_loading_info=True,
             trust_remote_code=False,

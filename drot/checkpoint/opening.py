@@ -23,7 +23,7 @@ from drot.checkpoint.source import (
     stored_state,
     weight_files,
 )
-from drot.checkpoint.stored_config import restored
+from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig, restored
 from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError, quoted
 from drot.machine.finite import is_finite
@@ -56,7 +56,9 @@ def load_whole_config(path: str | Path) -> Any:
     folder, gguf = model_folder(path), gguf_file(path)
     entries = read_config(folder) if gguf is None else {}
     with silent_transformers(NO_MODEL.format(str(path)), entries):
-        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+        # not by AutoConfig, from which drot's plugin for vLLM takes the families that it does not serve
+        of_config: Any = StoredConfig if entries.get("model_type") == MODEL_TYPE else AutoConfig
+        config: Any = of_config.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
         drot_config_of(config)  # checks the quantization_config of a checkpoint that drot wrote
         text = config.get_text_config()
         if not isinstance(text, PreTrainedConfig):

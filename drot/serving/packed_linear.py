@@ -17,7 +17,8 @@ from drot.checkpoint.quantization_config import QUANT_METHOD, DrotConfig
 from drot.core.errors import UserError
 from drot.machine.devices import check_gpu, is_gpu
 from drot.ops import sparse24_compress, sparse24_linear
-from drot.sparse.packed import DTYPES, check_packed_tensors
+from drot.sparse.linear import DTYPES, compresses
+from drot.sparse.packed import check_packed_tensors
 
 #: The inputs of a rank's linear must be a multiple of it, as the kernel for few tokens (csrc/ops/cuda/
 #: sparse24_skinny.cuh) takes; with other inputs each product would unpack the weight.
@@ -111,7 +112,7 @@ class PackedLinearMethod:
 
     @torch.no_grad()
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Checks the weight, and makes the compressed form that a GPU takes for many tokens.
+        """Checks the weight, and makes the compressed form that a GPU takes for many tokens (`compresses`).
 
         Raises UserError for a damaged weight, and for a GPU for which drot was not built.
         """
@@ -122,8 +123,9 @@ class PackedLinearMethod:
         check_packed_tensors(self.prefix, values, positions)
         if is_gpu(values.device):
             check_gpu(values.device, kernels=True)
-        compressed = sparse24_compress(values, positions)
-        layer.register_buffer("compressed", compressed if compressed.numel() else None, persistent=False)
+        compressed = sparse24_compress(values, positions) if compresses() else None
+        kept = compressed is not None and compressed.numel() > 0
+        layer.register_buffer("compressed", compressed if kept else None, persistent=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out], both in the dtype of values."""

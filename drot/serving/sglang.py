@@ -10,7 +10,7 @@ This module is the entry point of the group `sglang.srt.plugins`, so it imports 
 """
 
 import logging
-from importlib.metadata import version
+import sys
 
 from drot.checkpoint.quantization_config import QUANT_METHOD
 from drot.core.errors import quoted
@@ -31,11 +31,12 @@ def register() -> None:
         from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
         from drot.serving.sglang_linear import DrotQuantization
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # SGLang would log a traceback
+        found = getattr(sys.modules.get("sglang"), "__version__", "an unknown version")
         logger.warning(
             "SGLang cannot serve checkpoints of drot: the plugin needs SGLang %s, got %s (%s): "
             "pip install 'sglang==%s'",
-            TESTED, version("sglang"), quoted(error), TESTED,
+            TESTED, found, quoted(error), TESTED,
         )  # fmt: skip
         return
     QUANTIZATION_METHODS[QUANT_METHOD] = DrotQuantization

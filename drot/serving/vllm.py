@@ -14,7 +14,7 @@ This module is the entry point of the group `vllm.general_plugins`, so it import
 """
 
 import logging
-from importlib.metadata import version
+import sys
 from typing import Any
 
 from transformers import AutoConfig
@@ -67,14 +67,16 @@ def register() -> None:
         # the import registers the quantisation
         import drot.serving.vllm_linear
         import drot.serving.vllm_models  # noqa: F401
-    except (ImportError, AttributeError) as error:
+
+        for architecture in FAMILIES.values():
+            if architecture not in ModelRegistry.get_supported_archs():
+                ModelRegistry.register_model(architecture, f"drot.serving.vllm_models:{architecture}")
+    except Exception as error:  # it would end vLLM, also for the models of others
+        found = getattr(sys.modules.get("vllm"), "__version__", "an unknown version")
         logger.warning(
             "vLLM cannot serve checkpoints of drot: the plugin needs vLLM %s, got %s (%s): "
             "pip install 'vllm==%s'",
-            TESTED, version("vllm"), quoted(error), TESTED,
+            TESTED, found, quoted(error), TESTED,
         )  # fmt: skip
         return
-    for architecture in FAMILIES.values():
-        if architecture not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(architecture, f"drot.serving.vllm_models:{architecture}")
     AutoConfig.register(MODEL_TYPE, EngineConfig, exist_ok=True)

@@ -1,5 +1,6 @@
 """`SparseLinear`: a linear layer that stores its 2:4 weight packed and multiplies with it."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +11,15 @@ from drot.core.errors import UserError
 from drot.machine.devices import check_gpu, is_gpu
 from drot.ops import pack24, sparse24_compress, sparse24_linear, unpack24
 
+#: of packed weights
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: for whoever trains a packed model, or adds adapters to it
 NOT_TRAINABLE = "packed weights cannot be trained: call dequantize() of the model first"
+
+
+def compresses() -> bool:
+    """Whether a GPU keeps compressed forms (`SparseLinear.compress`): not where DROT_COMPRESS is 0."""
+    return os.environ.get("DROT_COMPRESS") != "0"
 
 
 class PackedWeight(nn.Module):
@@ -84,10 +92,12 @@ class SparseLinear(PackedWeight):
         Raises UserError for a GPU for which drot was not built: transformers has moved a weight there, and
         no other part of drot has met the GPU before.
         """
+        self.keeps_compressed, self.compressed = True, None
         if is_gpu(self.values.device):
             check_gpu(self.values.device, kernels=True)
-        compressed = sparse24_compress(self.values, self.positions)
-        self.keeps_compressed, self.compressed = True, compressed if compressed.numel() else None
+            if self.values.dtype in DTYPES:  # a model may be on its way through another, as `.double()` makes
+                compressed = sparse24_compress(self.values, self.positions)
+                self.compressed = compressed if compressed.numel() else None
 
     def drop_compressed(self) -> None:
         """Undoes `compress`: frees the compressed form."""

@@ -27,13 +27,11 @@ from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 from drot.sparse.experts import SparseExperts
 from drot.sparse.fused import unfuse
-from drot.sparse.linear import SparseLinear, is_packed, packed_linears, packed_weights
+from drot.sparse.linear import DTYPES, SparseLinear, is_packed, packed_linears, packed_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: the dtypes of `values`
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the sparsity that can be packed
 PACKED = Sparsity.parse("2:4")
 

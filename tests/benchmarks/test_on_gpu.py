@@ -168,6 +168,7 @@ def test_results_are_written_after_every_stage(call: Callable[..., int], tmp_pat
         shell("build", f"echo built > {out}/module-1.so.gz"),
         shell("wrong", "echo 'figure: WRONG'; seq 40; exit 3"),
         shell("looks", f"ls {out} > {seen}; grep -c '^| wrong | FAILED |' {out}/summary.md >> {seen}"),
+        shell("short", "seq 100 120; exit 3"),
         shell(
             "right",
             'mkdir -p "$DROT_CACHE/rows"; echo row > "$DROT_CACHE/rows/a.csv"; echo "  1 s  target 2 s: met"',
@@ -181,6 +182,7 @@ def test_results_are_written_after_every_stage(call: Callable[..., int], tmp_pat
     assert summary.startswith("# on_gpu.sh, today: gpu a GPU\n")
     assert "| right | passed | " in summary and "target 2 s: met" in summary
     assert "\n10\n" not in summary and "figure: WRONG\n16\n17\n" in summary
+    assert "\n100\n101\n" in summary
     assert archived(out, "rows/a.csv") == "row\n"
     assert archived(out, "logs/wrong.log").splitlines()[1:4] == ["figure: WRONG", "1", "2"]
 

@@ -131,12 +131,12 @@ def test_packed_from_python(tmp_path):
 @pytest.fixture
 def compressing(monkeypatch):
     """Makes weights on the meta device have a compressed form, as on a GPU."""
-    compressed = linear.sparse24_compress
 
     def compress(values, positions):
-        on_gpu = values.device.type == "meta"
-        return values.new_empty(7, dtype=torch.uint8) if on_gpu else compressed(values, positions)
+        return values.new_empty(7, dtype=torch.uint8)
 
+    monkeypatch.setattr(linear, "is_gpu", lambda device: device.type == "meta")
+    monkeypatch.setattr(linear, "check_gpu", lambda device, kernels: None)
     monkeypatch.setattr(linear, "sparse24_compress", compress)
 
 
@@ -148,6 +148,19 @@ def test_from_pretrained_compresses_where_the_weights_are(checkpoints, compressi
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "packed")
     assert forms(model) == {False}  # on a CPU there is no such form
     assert forms(model.to("meta")) == {True}
+    assert forms(model.double()) == {False}  # cuSPARSELt has no such product
+
+
+def test_a_loaded_model_may_go_to_the_meta_device(checkpoints):
+    model = drot.load(checkpoints / "packed", device="cpu").to("meta")
+    assert all(parameter.is_meta for parameter in model.parameters()) and forms(model) == {False}
+
+
+def test_the_environment_leaves_compressed_forms_out(checkpoints, compressing, monkeypatch):
+    monkeypatch.setenv("DROT_COMPRESS", "0")
+    assert forms(AutoModelForCausalLM.from_pretrained(checkpoints / "packed").to("meta")) == {False}
+    monkeypatch.setenv("DROT_COMPRESS", "1")
+    assert forms(AutoModelForCausalLM.from_pretrained(checkpoints / "packed").to("meta")) == {True}
 
 
 @pytest.mark.parametrize(("compress", "kept"), [(None, True), (True, True), (False, False)])

@@ -198,22 +198,28 @@ Chosen choose(const Problem& p) {
   std::vector<Algorithm> candidates;
   const bool few = p.tokens <= Skinny64::kTokens;
   if (few && skinny_supports(p)) candidates.push_back(Algorithm::skinny);
-  const char* no_cusparselt = "the call has no compressed weight, which sparse24_compress makes";
-  if (p.compressed.defined() && p.compressed.numel() > 0 &&
-      cusparselt::supports(p.x.scalar_type(), p.out, p.in, p.tokens, &no_cusparselt)) {
-    candidates.push_back(Algorithm::cusparselt);
-  }
+  const bool compressed = p.compressed.defined() && p.compressed.numel() > 0;
+  const auto supported = [&p](const char** reason) {
+    return cusparselt::supports(p.x.scalar_type(), p.out, p.in, p.tokens, reason);
+  };
+  const char* no_cusparselt =
+      compressed ? nullptr : "the call has no compressed weight, which sparse24_compress makes";
+  if (compressed && supported(&no_cusparselt)) candidates.push_back(Algorithm::cusparselt);
   if (!few && skinny_supports(p)) candidates.push_back(Algorithm::skinny);
   candidates.push_back(Algorithm::dense);
   Chosen chosen{{candidates.front()}};
+  const bool capturing = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
   if (candidates.size() > 1) {
-    const bool capturing = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
     chosen.key = tuning_key(p, candidates);
     chosen.choice =
         autotuner().choose(chosen.key, candidates, /*may_measure=*/!capturing,
                            [&](std::span<const Algorithm> measured) { return measure(p, measured); });
   }
   if (chosen.choice.algorithm == Algorithm::dense && no_cusparselt) {
+    // sparse24_compress makes none where cuSPARSELt does not support the weight. A graph's capture asks
+    // nothing new of the driver.
+    const char* unsupported = nullptr;
+    if (!compressed && !capturing && !supported(&unsupported)) no_cusparselt = unsupported;
     TORCH_WARN_ONCE("sparse24_linear unpacks the weight at each call with ", p.tokens,
                     " tokens, which is slow: ", no_cusparselt);
   }
