@@ -7,11 +7,12 @@ from transformers import PreTrainedModel
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
 from drot.machine.finite import is_finite
+from drot.model.dtypes import stored_dtype
 
 
 @torch.no_grad()
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype, field: str = "dtype") -> None:
-    """Rounds every parameter in memory to `dtype`, in place, and sets the config's `dtype`.
+    """Rounds every parameter in memory to its `stored_dtype`, in place, and sets the config's `dtype`.
 
     Buffers, such as the frequencies of RoPE, keep their dtype. Raises UserError as `rounded` does.
 
@@ -20,7 +21,7 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype, field: str = "dtype
     for name, parameter in model.named_parameters():
         # on `meta` lies what is copied from the files, such as a projector that nothing rotates
         if parameter.is_floating_point() and not parameter.is_meta:
-            parameter.data = rounded(name, parameter.data, dtype, field)
+            parameter.data = rounded(name, parameter.data, stored_dtype(model, name, dtype), field)
     model.config.dtype = dtype
 
 

@@ -48,6 +48,7 @@ from drot.machine.devices import parse_dtype
 from drot.machine.memory import available_memory, return_large_blocks
 from drot.model.boundary import check_rotations
 from drot.model.decoder import DecoderModel
+from drot.model.dtypes import stored_dtype
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import module_at
@@ -254,9 +255,8 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 
     Such a tensor is the bias of a router. Some versions of transformers build it in `dtype`.
     """
-    parts = model._get_dtype_plan(dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if any(part in name for part in parts):
+        if stored_dtype(model, name, dtype) != dtype:
             tensor.data = tensor.data.float()
 
 

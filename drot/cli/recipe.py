@@ -19,6 +19,15 @@ from drot.core.errors import UserError
 logger = logging.getLogger("drot")
 
 
+#: setting → what follows from it where it is left open, or fits only some of its values
+FOLLOWING = {
+    "mode": ("boundary", "hessians", "layers_per_rotation", "output_weights"),
+    "optimizer": ("steps", "lr"),
+    "objective": ("lr", "output_weights"),
+    "token_weights": ("output_weights",),
+}
+
+
 @dataclass(frozen=True)
 class AskedRecipe:
     """The recipe of a command line.
@@ -43,16 +52,32 @@ def asked_recipe(file: Path | None, given: dict[str, Any], quality: str | None) 
     """
     start, manifest = (Recipe(), {}) if file is None else read_recipe(file)
     fields = recipe_fields(given)
+    before, start = start, _opened(start, fields)
     recipe = start.replace(**fields)
     if quality is not None:
         if "steps" not in fields and recipe.rotation.optimizer == "fast":  # the quality names them too
             recipe = recipe.replace(steps=None)
         recipe = recipe.with_quality(quality).replace(**fields)
     if file is not None:
-        _tell_changes(start, recipe, file)
+        _tell_changes(before, recipe, file)
     if "steps" not in fields:  # those of a quality may be without effect, which is no mistake
         start = start.replace(steps=recipe.rotation.steps)
     return AskedRecipe(recipe, start, manifest)
+
+
+def _opened(start: Recipe, fields: dict[str, Any]) -> Recipe:
+    """`start` with the defaults of what follows from other settings, where `fields` change those alone.
+
+    The recipe of a run has the values that followed. They do not fit the settings that replace its own.
+    """
+    open_again = {
+        name: getattr(getattr(Recipe(), SECTION_OF[name]), name)
+        for cause, names in FOLLOWING.items()
+        if cause in fields and fields[cause] != getattr(getattr(start, SECTION_OF[cause]), cause)
+        for name in names
+        if name not in fields
+    }
+    return start.replace(**open_again)
 
 
 def run_settings(asked: AskedRecipe, given: dict[str, Any], **values: str) -> dict[str, Any]:

@@ -84,12 +84,14 @@ def _yaml(content: str, file: Path) -> Any:
                 seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None)
 
     for tag, pattern in (
-        ("null", "|~|null"),
-        ("bool", "true|false"),
+        ("null", "|~|null|Null|NULL"),
+        ("bool", "true|True|TRUE|false|False|FALSE"),
         ("int", r"[-+]?[0-9]+"),
         ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"),
     ):
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern})$"), None)
+    # PyYAML would take 010 for the number 8
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
     try:
         return yaml.load(content, Loader)
     except RecursionError:
@@ -98,5 +100,5 @@ def _yaml(content: str, file: Path) -> Any:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UserError(f"{file} is not valid YAML ({line}{error.problem})") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
-        # a tag such as !!timestamp before another value, or a number such as 08, raises any of them
+        # a tag such as !!timestamp before another value, or a number such as !!int x, raises any of them
         raise UserError(f"{file} is not valid YAML ({' '.join(str(error).split())})") from None

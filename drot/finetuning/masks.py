@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
+from drot.model.dtypes import stored_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,13 +91,13 @@ class KeepMask(TrainerCallback):
 
 @torch.no_grad()
 def round_weights(model: "PreTrainedModel", removed: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Rounds every parameter to a value of `dtype` and keeps the parameter's own dtype.
+    """Rounds every parameter to a value of its `stored_dtype` and keeps the parameter's own dtype.
 
     The removed weights must be the only zeros before pruning and after: a kept weight that is rounded to 0
     becomes the smallest normal number of `dtype`. Raises RuntimeError if a removed weight is not 0.
     """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(stored_dtype(model, name, dtype)).to(parameter.dtype)
     for name, linear in pruned_linears(model):
         weight = linear.weight.data
         mask = removed[name].to(weight.device)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from drot.core.errors import UserError
 from drot.core.hashes import Ends
 from drot.machine.transfer import on_device
+from drot.model.dtypes import stored_dtype
 from drot.model.families import family_of, layer_families
 from drot.model.family import Family
 from drot.model.layer import DecoderLayer, Weights
@@ -45,6 +47,7 @@ class DecoderModel:
                 route_all=route_all,
                 weights=weights,
                 stored=getattr(model, "stored_layers", None),
+                stored_dtype=functools.partial(stored_dtype, model),
             )
             for index, (layer, family) in enumerate(zip(modules, families, strict=True))
         ]

@@ -19,6 +19,7 @@ from drot.machine.memory import return_free_memory
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.block_rotation import BlockRotation
 from drot.model.boundary import add_boundary_rotation, add_down_rotation
+from drot.model.dtypes import main_dtype
 from drot.model.family import Family, InputGroup, LinearSpec, by_module
 from drot.model.linear import Linear, copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.rotation import Boundary, LayerRotation, rotate_left, rotated_weight
@@ -66,10 +67,12 @@ class DecoderLayer:
         route_all: bool = False,
         weights: "Weights | None" = None,
         stored: str | None = None,
+        stored_dtype: Callable[[str, torch.dtype], torch.dtype] = lambda name, dtype: dtype,
     ) -> None:
         self.module, self.index, self.family, self.heads = module, index, family, heads
         self.prefix = f"{stored or family.layers}.{index}."
         self._widths, self.route_all, self._weights = widths, route_all, weights
+        self.stored_dtype = stored_dtype
         self.linears: dict[str, Linear] = {}
         starts: dict[tuple[str, int | None], int] = {}
         for group in self.groups:
@@ -147,7 +150,7 @@ class DecoderLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
+        return main_dtype(self.module.parameters())
 
     def to(self, device: torch.device) -> None:
         """Moves the layer. With `weights`, it drops them on the device `meta`, and reads them again after."""
@@ -166,7 +169,13 @@ class DecoderLayer:
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "DecoderLayer":
         module = copied(self.module, device or self.device, dtype)
         return DecoderLayer(
-            module, self.index, self.family, self.heads, self._widths, route_all=self.route_all
+            module,
+            self.index,
+            self.family,
+            self.heads,
+            self._widths,
+            route_all=self.route_all,
+            stored_dtype=self.stored_dtype,
         )
 
     # ---- forward -------------------------------------------------------------------------------------

@@ -71,10 +71,9 @@ def prune_layer(
             statistics = None
             if dense is None or group.expert is not None:  # the dense model sends other tokens to the expert
                 matrix = layer_pass.hessian(*groups)
-                if group.expert is not None:  # without tokens as if the inputs were independent
+                if group.expert is not None:
                     tokens = [layer_pass.tokens[each.name] for each in groups]
-                    missing = torch.tensor(tokens, device=matrix.device) == 0
-                    diagonal_of(matrix).masked_fill_(missing[:, None], 1.0)
+                    fill_missing(matrix)
             else:
                 statistics = target_statistics(layer_pass, dense, group)
                 if statistics.output_change is not None:
@@ -97,6 +96,12 @@ def prune_layer(
                 figures[linear.name] = of_linear | ({} if count is None else {"tokens": count})
     _warn_of_few_tokens(layer_pass)
     return figures, maps
+
+
+def fill_missing(matrix: Tensor) -> None:
+    """Takes the inputs of an expert as independent where its H [..., in, in] is 0, as no token counts."""
+    diagonal = diagonal_of(matrix)
+    diagonal.masked_fill_((diagonal == 0).all(-1, keepdim=True), 1.0)
 
 
 def batches(layer: DecoderLayer, pruned: Collection[str], pruning: PruningConfig) -> list[list[InputGroup]]:

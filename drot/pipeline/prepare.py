@@ -66,6 +66,11 @@ def plan(
     """Resolves the recipe for a model and the device. Raises UserError for what does not fit."""
     found = _own_device(device, ranks)
     if isinstance(model, PreTrainedModel):
+        if any(parameter.is_inference() for parameter in model.parameters()):
+            raise UserError(
+                "the weights of `model` must know gradients, and were made within torch.inference_mode(): "
+                "load the model outside of it"
+            )
         config = model.config
     else:
         config = load_config(model)

@@ -89,6 +89,7 @@ class PruneResult:
 
 
 @fp32_products("ieee")
+@torch.inference_mode(False)  # in which gradients are unknown
 def prune(
     model: str | Path | PreTrainedModel,
     recipe: Recipe | None = None,

@@ -27,6 +27,7 @@ from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
 from drot.pipeline.identity import calibration_record
 from drot.pipeline.invariance import ModelCheck
+from drot.pipeline.layer import fill_missing
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given, with_given_r3
 from drot.pipeline.states import embed
@@ -200,7 +201,10 @@ def _output_errors(
     first = next(iter(measured.values()))  # all have one damping
     errors: dict[str, dict[str, float | None]] = {linear.full_name: {} for linear in layer.linears.values()}
     for group in layer.groups:
-        hessian = InputHessian(hessians.pop(group.name), first.damping, first.damping_average)
+        matrix = hessians.pop(group.name)
+        if group.expert is not None:
+            fill_missing(matrix)
+        hessian = InputHessian(matrix, first.damping, first.damping_average)
         for linear in layer.linears_of(group):
             weight, of_linear, total = linear.weight, errors[linear.full_name], None
             for sparsity, pruning in measured.items():

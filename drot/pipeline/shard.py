@@ -21,7 +21,7 @@ from drot.sparse.packed import pack_layer
 
 @torch.no_grad()
 def round_weights(layer: DecoderLayer, dtype: torch.dtype, leave: Collection[str] = ()) -> None:
-    """Rounds the parameters of a layer to `dtype`, in place. They keep the dtype in which they are stored.
+    """Rounds the parameters of a layer as a checkpoint of `dtype` does, in place. They keep their own dtype.
 
     Raises UserError for a value that `dtype` cannot hold.
 
@@ -32,10 +32,16 @@ def round_weights(layer: DecoderLayer, dtype: torch.dtype, leave: Collection[str
     modules = {id(linear.parameter) for linear in layer.linears.values()}
     for name, parameter in layer.module.named_parameters():
         if id(parameter) not in modules:
-            parameter.copy_(rounded(layer.prefix + name, parameter.data, dtype))
+            parameter.copy_(_stored(layer, name, parameter, dtype))
     for linear in layer.linears.values():
         if linear.name not in leave:
             linear.weight.copy_(rounded(f"{linear.full_name}.weight", linear.weight.data, dtype))
+
+
+def _stored(layer: DecoderLayer, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter of a layer as a checkpoint of `dtype` holds it."""
+    name = layer.prefix + name
+    return rounded(name, parameter.data, layer.stored_dtype(name, dtype))
 
 
 @torch.no_grad()
@@ -48,7 +54,7 @@ def as_saved(layer: DecoderLayer, dtype: torch.dtype, dense: Collection[str] | N
     """
     counts = layer.zeros()
     for name, parameter in layer.module.named_parameters():
-        parameter.data = rounded(layer.prefix + name, parameter.data, dtype)
+        parameter.data = _stored(layer, name, parameter, dtype)
     if dense is not None:
         pack_layer(layer, dense)
     return counts

@@ -132,14 +132,13 @@ def _check_boundary(config: Any, rotation: ResolvedRotation, rotations_given: bo
     if place != "input" and rotation.mode != "layer":
         why = "all layers have the same R1" if rotation.mode == "shared" else "nothing is rotated"
         raise UserError(
-            f'`boundary="{place}"` has no effect with `mode="{rotation.mode}"`, where {why}: '
-            "leave out `boundary`"
+            f'`boundary` must be auto or input with `mode="{rotation.mode}"`, where {why}; got "{place}"'
         )
     sharing, layers = rotation.layers_per_rotation, config.num_hidden_layers
     if sharing > 1 and rotation.mode != "layer":
         raise UserError(
-            f'`layers_per_rotation` has no effect with `mode="{rotation.mode}"`: leave it out, or use '
-            '`mode="layer"`'
+            f'`layers_per_rotation` must be 1 with `mode="{rotation.mode}"`, got {sharing}: leave it out, or '
+            'use `mode="layer"`'
         )
     if sharing > 1 and inside:
         raise UserError(

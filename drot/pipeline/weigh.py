@@ -21,6 +21,7 @@ from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.spool import Spool
 from drot.machine.transfer import on_device, pinned_bytes, return_pinned_memory
+from drot.model.layer import DecoderLayer
 from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_finite_outputs, check_outputs
 from drot.pipeline.states import embed
@@ -55,7 +56,7 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
             if layer.index >= first or layer.index % step == 0:
                 kept[layer.index] = keep(stream)
             stream.advance(layer)
-            check_finite_outputs(stream.hidden_states[:1].to(run.device), layer)
+            _check(run, stream.hidden_states[:1].to(run.device), layer)
     with run.during("weigh"):
         own = run.tokens[run.ranks.rank :: run.ranks.size]
         norm, head = run.model.norm_and_head(run.device)
@@ -157,6 +158,17 @@ def _go_back(
                 sums[key] = sums[key] + added if key in sums else added
     of_tokens = {key: torch.cat(parts).cpu() for key, parts in found.items()}
     return of_tokens, {key: each.cpu() for key, each in sums.items()}
+
+
+def _check(run: RunContext, hidden_states: Tensor, layer: DecoderLayer) -> None:
+    """Raises UserError if outputs of `layer` are not finite."""
+    if run.dtype == torch.float16 and not bool(hidden_states.isfinite().all()):
+        check_outputs(run.model, run.tokens[:1], run.device)  # names the layer if its weights are damaged
+        raise UserError(
+            f"layer {layer.index}: the model's outputs on the calibration text are too large for float16: "
+            'use `dtype="bfloat16"` or `dtype="float32"`'
+        )
+    check_finite_outputs(hidden_states, layer)
 
 
 def _of_all_ranks(run: RunContext, squares: dict[str, Tensor]) -> dict[str, Tensor]:

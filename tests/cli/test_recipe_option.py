@@ -64,10 +64,31 @@ def test_options_replace_fields_and_say_so(calls, checkpoint, caplog):
     assert prune(*arguments) == 0
     ((_, recipe, _),) = calls
     written = Recipe.from_dict(resolve(RECIPE).to_dict())  # in which solve is none, not auto
-    assert recipe == written.replace(sparsity="2:4", mode="layer", blocks=2)
+    follows = dict(boundary="auto", hessians="auto", output_weights="auto")
+    assert recipe == written.replace(sparsity="2:4", mode="layer", blocks=2, **follows)
     (said,) = caplog.messages
     assert "rotation.mode none -> layer, rotation.blocks 1 -> 2, pruning.sparsity 4:8 -> 2:4" in said
     assert "method" not in said and str(checkpoint) in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "expected"),
+    [
+        (dict(layers_per_rotation=2), ["--rotation", "none"], dict(mode="none", layers_per_rotation=1)),
+        (dict(layers_per_rotation=2), ["--rotation", "stock"], dict(mode="shared", layers_per_rotation=1)),
+        (dict(boundary="residual"), ["--rotation", "light"], dict(mode="shared", boundary="input")),
+        ({}, ["--token-weights", "equal"], dict(output_weights="equal")),
+        ({}, ["--optimizer", "paper"], dict(steps=2000, lr=0.01)),
+        ({}, ["--objective", "entropy"], dict(steps=200, lr=0.7, output_weights="equal")),
+        ({}, ["--optimizer", "paper", "--lr", "0.02"], dict(steps=2000, lr=0.02)),
+        ({}, ["--optimizer", "fast"], dict(steps=200, lr=0.3)),
+    ],
+)
+def test_what_followed_from_a_replaced_setting_is_open_again(fields, options, expected, calls, checkpoint):
+    change(checkpoint, recipe=resolve(Recipe().replace(**fields)).to_dict())
+    assert prune("--recipe", checkpoint, *options) == 0
+    rotation = resolve(calls[0][1]).rotation
+    assert {name: getattr(rotation, name) for name in expected} == expected
 
 
 def test_a_default_that_is_given_replaces_too(calls, checkpoint):

@@ -335,3 +335,26 @@ def test_the_files_are_those_of_transformers(family, tmp_path):
     chosen = one_shot("none", sparsity=0.0, method="magnitude")
     prune(stock, chosen, out=tmp_path / "out")
     assert_same_weights(saved_tensors(tmp_path / "out"), saved_tensors(tmp_path / "stock"))
+
+
+def test_an_expert_whose_tokens_all_count_nothing_keeps_half_of_its_weights():
+    """The loss does not depend on the last token in the last layer: its weight is 0."""
+    chosen = one_shot("none", token_weights="gradient")
+    found = [
+        linear
+        for seed in range(3)
+        for layer in prune(
+            small_model("qwen3_moe", seed=seed), chosen, calibration=random_tokens(2, 2, seed=seed)
+        ).manifest.layers
+        for linear in layer.linears.values()
+    ]
+    assert {linear.sparsity for linear in found} == {0.5}
+    assert min(linear.output_error for linear in found) > 0
+
+
+def test_the_sensitivity_of_experts_without_tokens_is_that_of_independent_inputs():
+    errors = drot.sensitivity(
+        small_model("olmoe"), one_shot("none"), calibration=random_tokens(2, 3), device="cpu"
+    ).errors
+    experts = [error for name, error in errors.items() if ".experts." in name]
+    assert experts and all(error["2:4"] > 0 for error in experts)

@@ -150,7 +150,7 @@ def test_copies_pickles_and_removal():
         ),
         ("olmo2", dict(boundary="input"), "must be auto or inside"),
         ("llama", dict(boundary="inside"), "must be auto or input or residual .* 'llama', .* rotates; got"),
-        ("olmo2", dict(mode="shared", boundary="inside", down_rotation="none"), "has no effect"),
+        ("olmo2", dict(mode="shared", boundary="inside", down_rotation="none"), "must be auto or input"),
     ],
 )
 def test_a_boundary_that_the_family_cannot_have_is_refused(family, fields, message, tmp_path):

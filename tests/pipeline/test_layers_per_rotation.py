@@ -103,8 +103,8 @@ def test_a_run_goes_on(at, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "fields", "match"),
     [
-        ("llama", dict(mode="shared", down_rotation="none"), 'has no effect with `mode="shared"`'),
-        ("llama", dict(mode="none", down_rotation="none"), 'has no effect with `mode="none"`'),
+        ("llama", dict(mode="shared", down_rotation="none"), 'must be 1 with `mode="shared"`'),
+        ("llama", dict(mode="none", down_rotation="none"), 'must be 1 with `mode="none"`'),
         ("llama", dict(layers_per_rotation=3), "below the number of layers, 3; got 3: .*shared"),
         ("llama", dict(hessians="sequential"), '`hessians="sequential"`: use `hessians="dense"`'),
         ("gemma2", {}, "must be 1 for a model of type 'gemma2'"),

@@ -8,7 +8,8 @@ import torch
 from runs import TOKENS, assert_same_weights, interrupted, one_shot, prune, saved_bytes, saved_tensors
 from safetensors.torch import load_file
 from small_checkpoints import save_small
-from small_models import small_model
+from small_models import random_tokens, save_small_model, small_model
+from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.dtypes import cast_weights
@@ -184,3 +185,48 @@ def test_a_wrong_dtype_is_found_before_the_text_is_read(source, tmp_path):
     missing = drot.CalibrationConfig(source=str(tmp_path / "missing.txt"))
     with pytest.raises(UserError, match="`dtype`"):
         drot.prune(source, drot.Recipe(calibration=missing), device="cpu", dtype="half")
+
+
+def kept_in_fp32(family, folder):
+    """A checkpoint in bf16, but for what transformers keeps in fp32, whose values need it."""
+    model = small_model(family, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in model._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.float() + 1e-4 * torch.randn(parameter.shape)
+    return save_small_model(model, folder)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "glm4_moe", "flint"])
+def test_what_transformers_keeps_in_fp32_is_not_rounded(family, tmp_path):
+    """The weights of a router, in a run in fp32 and in bf16, from files and in memory."""
+    source = kept_in_fp32(family, tmp_path / "source")
+    expected = saved_tensors(source)
+    assert {tensor.dtype for tensor in expected.values()} == {torch.bfloat16, torch.float32}
+    keep = one_shot("none", sparsity=0.0)
+    for name, model, dtype in (
+        ("streamed", source, "float32"),
+        ("in bf16", source, "bfloat16"),
+        ("in memory", drot.load(source, device="cpu"), "auto"),
+    ):
+        prune(model, keep, out=tmp_path / name, dtype=dtype)
+        found = saved_tensors(tmp_path / name)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+        assert all(found[key].dtype == expected[key].dtype for key in expected), name
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+@pytest.mark.parametrize("mode", ["layer", "shared"])
+def test_a_layer_that_begins_with_a_tensor_in_fp32(mode, format, tmp_path):
+    """Flint's sinks are the first parameter of its layers; rotations have the dtype of the others."""
+    source = kept_in_fp32("flint", tmp_path / "source")
+    chosen = one_shot(mode, steps=2, down_rotation=8)
+    result = prune(source, chosen, out=tmp_path / "out", format=format, dtype="bfloat16")
+    loaded = drot.load(tmp_path / "out", device="cpu")
+    tokens = random_tokens(1, 40)
+    with torch.no_grad():
+        logits = loaded(tokens).logits
+    assert loaded.dtype == torch.bfloat16 and logits.isfinite().all()
+    torch.testing.assert_close(logits, result.model(tokens).logits, rtol=0.05, atol=0.05)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+    torch.testing.assert_close(again, logits, rtol=0.05, atol=0.05)

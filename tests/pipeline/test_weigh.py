@@ -252,3 +252,22 @@ def test_what_is_kept_has_room(count, room):
     assert kept[0] == 0 and (first == 0 if room >= count else first > 0)
     if room >= -(-count // step) + step:
         assert len(kept) <= room and len(before) + step <= room
+
+
+def test_outputs_that_float16_cannot_hold_are_not_damaged_weights():
+    model = small_model("llama")
+    with torch.no_grad():
+        for linear in (model.model.layers[1].mlp.down_proj, model.model.layers[1].mlp.up_proj):
+            linear.weight.mul_(1000)
+    with pytest.raises(UserError, match=r'layer 1: .* too large for float16: use `dtype="bfloat16"`'):
+        prune(model.half(), recipe())
+
+
+def test_inference_mode():
+    model = small_model("llama")
+    with torch.inference_mode():
+        result = prune(model, recipe(steps=2))
+        made = small_model("llama")
+    assert result.manifest.layers
+    with pytest.raises(UserError, match=r"made within torch.inference_mode\(\): load the model outside"):
+        prune(made, recipe())

@@ -1,0 +1,25 @@
+"""The dtypes of a model's weights, some of which transformers keeps in fp32."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def stored_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the parameter or buffer `name` of a transformers model of `dtype`, in memory and in files.
+
+    It is fp32 where transformers keeps fp32 in a model of 16 bits, as for the weight of a router.
+    """
+    return torch.float32 if any(part in name for part in model._get_dtype_plan(dtype)) else dtype
+
+
+def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of most of the floating-point values in `tensors`."""
+    counts: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            counts[tensor.dtype] += tensor.numel()
+    return counts.most_common(1)[0][0]
