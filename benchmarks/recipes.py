@@ -28,6 +28,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "keep down_proj": dict(keep=("down_proj",)),
     "down_proj=4:8": dict(sparsity_of=("down_proj=4:8",)),
 }
+#: trains all layers together once on three times the text of `best`, which is passed three times
+ONE_PASS = "full, best, one pass"
+#: name → sequences for the training of all layers together, as a multiple of those of the calibration
+DISTILL_SHARES = {ONE_PASS: 3}
 #: the end of a name → how tokens and outputs count
 WEIGHTS: dict[str, dict[str, str]] = {
     "": {},
@@ -71,6 +75,7 @@ RECIPES: dict[str, Recipe] = {
     },
     # `best` trains all layers together; it can follow on `fast` too, or on a training of each layer alone
     "full, fast, distilled": of_point("full", "fast", distill_epochs=DISTILL_EPOCHS),
+    ONE_PASS: of_point("full", "best", distill_epochs=1),
     **{f"full, {quality}, recovered": of_point("full", quality, recover="block") for quality in QUALITIES},
     "full, balanced, no R3": BALANCED.replace(down_rotation="none"),
     # half of today's steps, and the outputs as they counted before they were weighted
