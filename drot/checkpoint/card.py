@@ -4,17 +4,21 @@ The card is made from drot.json. Text that a user writes above or below drot's p
 card is written again, and so do entries of the metadata that drot does not write.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
+from drot.checkpoint.source import CONFIG
+from drot.checkpoint.stored_config import BASE_MODEL_TYPE
 from drot.checkpoint.tables import distinct_figures, finetune_line, measured, short_source, short_task
 from drot.core.errors import quoted
 from drot.core.files import new_file
 from drot.core.hub import HUB_NAME
 from drot.core.reading import read_bytes
+from drot.model.whole import WHOLE_MODELS
 
 logger = logging.getLogger("drot")
 
@@ -44,7 +48,9 @@ def save_card(folder: Path, manifest: CheckpointManifest, name: str = "", tags: 
     """
     file = folder / CARD
     try:
-        text = card(manifest, name or folder.resolve().name, read_card(file) if file.exists() else "", tags)
+        before = read_card(file) if file.exists() else ""
+        images = reads_images(folder)
+        text = card(manifest, name or folder.resolve().name, before, tags, images=images)
     except Exception as error:  # huggingface_hub and PyYAML raise many classes for metadata of others
         if not file.exists():
             raise
@@ -63,11 +69,26 @@ def read_card(file: Path) -> str:
         return content.decode("latin1")
 
 
-def card(manifest: CheckpointManifest, name: str, before: str = "", tags: Sequence[str] = ()) -> str:
+def reads_images(folder: Path) -> bool:
+    """Whether `folder` holds a model that reads images too, by its config.json."""
+    file = folder / CONFIG
+    entries = json.loads(file.read_bytes()) if file.exists() else {}
+    return entries.get(BASE_MODEL_TYPE, entries.get("model_type")) in WHOLE_MODELS
+
+
+def card(
+    manifest: CheckpointManifest,
+    name: str,
+    before: str = "",
+    tags: Sequence[str] = (),
+    *,
+    images: bool = False,
+) -> str:
     """The text of a card.
 
     before: the card that is brought up to date; "" makes a new card.
     tags: further tags.
+    images: whether the model reads images too.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -78,7 +99,7 @@ def card(manifest: CheckpointManifest, name: str, before: str = "", tags: Sequen
     base = manifest.finetune[-1].start if manifest.is_adapter else manifest.base_model
     new: dict[str, Any] = {
         "library_name": "peft" if manifest.is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if images else "text-generation",
         "tags": list(dict.fromkeys([*(kept.get("tags") or []), *_tags(manifest), *tags])),
     }
     if on_hub(base):
@@ -87,7 +108,7 @@ def card(manifest: CheckpointManifest, name: str, before: str = "", tags: Sequen
     if results := list(_results(manifest)):
         new |= {"eval_results": results, "model_name": name}
     data = ModelCardData(**(kept | new))
-    body = _body(manifest, name).replace("<!--", "<! --")  # a name in it may be that of END
+    body = _body(manifest, name, images=images).replace("<!--", "<! --")  # a name in it may be that of END
     text = f"{BEGIN}\n\n{body}\n{END}"
     found = before if old is None else old.text
     if BEGIN in found and END in found:
@@ -157,7 +178,7 @@ def _results(manifest: CheckpointManifest) -> Iterator[Any]:
     yield from found.values()
 
 
-def _body(manifest: CheckpointManifest, name: str) -> str:
+def _body(manifest: CheckpointManifest, name: str, *, images: bool) -> str:
     """drot's part of the card, from card.md."""
     import yaml
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -174,6 +195,8 @@ def _body(manifest: CheckpointManifest, name: str) -> str:
         base=base if on_hub(base) else Path(base).name,
         dense_model=_of_hub_or(manifest.base_model, MODEL),
         manifest=manifest,
+        model_class="AutoModelForImageTextToText" if images else "AutoModelForCausalLM",
+        reader_class="AutoProcessor" if images else "AutoTokenizer",
         pruned_model=_of_hub_or(manifest.finetune[-1].start, PRUNED_MODEL) if manifest.is_adapter else "",
         pruned=pruned,
         recipe=recipe,

@@ -1,7 +1,6 @@
 """What drot can do with a model, by its config alone: for `drot info MODEL`."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +30,7 @@ def describe_model(name: str) -> dict[str, Any]:
     whole = load_whole_config(name)
     config = language_config(whole)
     if quantization_config_of(config).get("quant_method") == QUANT_METHOD:
-        if Path(name).exists():
-            raise UserError(f"{name} was pruned by drot, but its {MANIFEST} is missing: copy it again")
-        raise UserError(f"{name} was pruned by drot: download it and name the folder, for its {MANIFEST}")
+        raise UserError(f"{name} was pruned by drot, but its {MANIFEST} is missing: copy it again")
     found: dict[str, Any] = {"model_type": whole.model_type, "supported": config.model_type in FAMILIES}
     if (text := whole.get_text_config()) is not whole:
         found["text_model"] = text.model_type

@@ -86,6 +86,7 @@ class DrotModel(Mixin):
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS & kwargs.keys() if push_to_hub}
         repo_id, tags = hub.pop("repo_id", ""), hub.pop("tags", ())
         entry = _describe_in_config(self)
+        before = _times(Path(save_directory))
         with _saving(getattr(self, "hf_quantizer", None), state_dict):
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
         if is_main_process:
@@ -95,7 +96,8 @@ class DrotModel(Mixin):
                 write_stored_form(config)
             self._write_files(folder, repo_id, tags)
             if push_to_hub:
-                return _upload(folder, repo_id or folder.name, **hub)
+                written = [name for name, time in _times(folder).items() if before.get(name) != time]
+                return _upload(folder, repo_id or folder.name, written, **hub)
         return None
 
     def push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **hub: Any) -> Any:
@@ -215,13 +217,24 @@ def keep_files(model: Any, path: str | Path) -> None:
     model.drot_files = manifest, text
 
 
-def _upload(folder: Path, repo_id: str, *, private: bool | None = None, **arguments: Any) -> Any:
+def _times(folder: Path) -> dict[str, int]:
+    """File of a checkpoint → when it was written last; {} for a folder that is not there."""
+    return {name: (folder / name).stat().st_mtime_ns for name in files_in(folder)}
+
+
+def _upload(
+    folder: Path, repo_id: str, files: list[str], *, private: bool | None = None, **arguments: Any
+) -> Any:
+    """Uploads `files` of `folder`, in which others may lie, as those of a training."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=arguments.pop("token", None))
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    revision = arguments.get("revision")
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
     arguments.setdefault("commit_message", "Upload model")
-    return api.upload_folder(repo_id=repo_id, folder_path=folder, **arguments)
+    return api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=files, **arguments)
 
 
 def _language_model(model: Any) -> Any:
@@ -272,6 +285,12 @@ class DrotQuantizer(HfQuantizer):
         expect_stored(text, self.quantization_config)
         if checkpoint_files is not None:  # None if the caller gave a state dict
             headers = read_headers(checkpoint_files)
+            if not self.whole and any("language_model." in name for name in headers):
+                raise UserError(
+                    f"a checkpoint of a model that reads images too cannot be opened as "
+                    f"{type(model).__name__}: use AutoModelForImageTextToText, or drot.load for its language "
+                    "model alone"
+                )
             if self.whole:
                 names = stored_names(headers, text.config.model_type)
                 headers = {own: each for name, each in headers.items() if (own := names.own(name))}

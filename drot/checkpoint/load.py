@@ -14,6 +14,7 @@ from drot.checkpoint.opening import (
     checked_headers,
     drop_prediction_layers,
     load_config,
+    names_in_files,
     refuse_missing,
     refuse_not_finite,
     refuse_superfluous,
@@ -136,6 +137,8 @@ def load_model(
         keep_files(model, folder)
     else:  # its weights are dense from here on, and transformers saves no model with the quantizer of GGUF
         model.hf_quantizer, model.is_quantized = None, False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
     return model.eval().requires_grad_(False)
 
 
@@ -156,13 +159,18 @@ def has_tokenizer(path: str | Path) -> bool:
 def warn_of_rounding(folder: str | Path, model: "PreTrainedModel") -> None:
     """Logs a warning if the files in `folder` hold numbers that `model` has in a dtype that rounds them.
 
-    model: of these files. A tensor of another name than theirs counts as one in the dtype of the model.
+    model: of these files. A tensor of another name than theirs counts as one in the dtype of the model, but
+        not those with which a model reads images, which are copied.
     """
+    names = names_in_files(Path(folder), model.config.model_type)
     files = [file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name)]
     held = {name: tensor.dtype for name, tensor in stored_state(model).items()}
     found = set()
     for name, header in read_headers(files).items():
-        dtype = held.get(name, model.dtype)
+        own = name if names is None else names.own(name)
+        if own is None:
+            continue
+        dtype = held.get(own, model.dtype)
         if header.dtype in DENSE_DTYPES and torch.promote_types(DENSE_DTYPES[header.dtype], dtype) != dtype:
             found.add(header.dtype)
     if found:

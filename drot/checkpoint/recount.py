@@ -50,7 +50,8 @@ def recount(
     )
     if manifest.sparsity < before.sparsity:
         told.append("a Trainer keeps the zeros with the callback drot.KeepMask()")
-    logger.warning("%s holds other weights than those that drot wrote: %s", folder, "; ".join(told))
+    other = "another format of its weights" if manifest.format != before.format else "other weights"
+    logger.warning("%s holds %s than what drot wrote: %s", folder, other, "; ".join(told))
 
 
 def _same_in_shards(folder: Path, family: Family, recorded: Mapping[str, FileRecord]) -> bool:

@@ -238,7 +238,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
     allowed = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
-        allowed.append(folder.resolve().parents[1] / "blobs")
+        allowed.append((folder.resolve().parents[1] / "blobs").resolve())
     files = [folder / name for name in names]
     for file in files:
         if not file.is_file():

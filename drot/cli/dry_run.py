@@ -34,6 +34,7 @@ def show_needs(
 
     options: further arguments of `run_needs`.
     """
+    from drot.checkpoint.resume import check_unfinished
     from drot.checkpoint.save import check_output
     from drot.machine.devices import is_gpu, pick_device
     from drot.pipeline.dry_run import run_needs
@@ -42,6 +43,7 @@ def show_needs(
 
     if out is not None and not resume:
         check_output(out, dry_run=True)
+        check_unfinished(out, resume=resume)
     if save_rotations_to is not None:
         check_rotations_output(save_rotations_to, recipe, out, resume=resume, dry_run=True)
     with working():

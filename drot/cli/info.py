@@ -34,8 +34,13 @@ def info(
         _show_machine(as_json)
         return
     if not (verify or accept) and _is_other_model(folder):
-        _show_model(str(folder), as_json)
-        return
+        from drot.checkpoint.manifest import MANIFEST
+        from drot.checkpoint.source import model_folder
+
+        if path_exists(folder) or not (model_folder(str(folder)) / MANIFEST).exists():
+            _show_model(str(folder), as_json)
+            return
+        folder = model_folder(str(folder))  # drot wrote this model of the hub
     from drot.checkpoint.manifest import accept_files, read_any_manifest
 
     if accept:

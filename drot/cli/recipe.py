@@ -21,7 +21,9 @@ logger = logging.getLogger("drot")
 
 #: setting → what follows from it where it is left open, or fits only some of its values
 FOLLOWING = {
-    "mode": ("boundary", "hessians", "layers_per_rotation", "output_weights"),
+    "mode": ("boundary", "hessians", "layers_per_rotation"),
+    "boundary": ("hessians",),
+    "layers_per_rotation": ("hessians",),
     "optimizer": ("steps", "lr"),
     "objective": ("lr", "output_weights"),
     "token_weights": ("output_weights",),
@@ -52,7 +54,9 @@ def asked_recipe(file: Path | None, given: dict[str, Any], quality: str | None) 
     """
     start, manifest = (Recipe(), {}) if file is None else read_recipe(file)
     fields = recipe_fields(given)
-    before, start = start, _opened(start, fields)
+    before = start
+    if manifest:
+        start = _opened(start, fields)
     recipe = start.replace(**fields)
     if quality is not None:
         if "steps" not in fields and recipe.rotation.optimizer == "fast":  # the quality names them too
@@ -68,16 +72,18 @@ def asked_recipe(file: Path | None, given: dict[str, Any], quality: str | None) 
 def _opened(start: Recipe, fields: dict[str, Any]) -> Recipe:
     """`start` with the defaults of what follows from other settings, where `fields` change those alone.
 
-    The recipe of a run has the values that followed. They do not fit the settings that replace its own.
+    start: the recipe of a run, which has the values that followed. They may not fit the settings that replace
+        its own.
     """
-    open_again = {
-        name: getattr(getattr(Recipe(), SECTION_OF[name]), name)
-        for cause, names in FOLLOWING.items()
-        if cause in fields and fields[cause] != getattr(getattr(start, SECTION_OF[cause]), cause)
-        for name in names
-        if name not in fields
-    }
-    return start.replace(**open_again)
+
+    def value(recipe: Recipe, name: str) -> Any:
+        return getattr(getattr(recipe, SECTION_OF[name]), name)
+
+    causes = [name for name in FOLLOWING if name in fields and fields[name] != value(start, name)]
+    names = {name for cause in causes for name in FOLLOWING[cause]}
+    if "mode" in causes and start.rotation.mode == "none":  # nothing was trained
+        names.add("output_weights")
+    return start.replace(**{name: value(Recipe(), name) for name in names - fields.keys()})
 
 
 def run_settings(asked: AskedRecipe, given: dict[str, Any], **values: str) -> dict[str, Any]:

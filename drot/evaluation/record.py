@@ -41,7 +41,8 @@ def record(folder: str, figures: dict[str, Any]) -> None:
     warning says so.
     """
     if not (Path(folder) / MANIFEST).exists():
-        logger.warning("the figures of %s are not recorded, because it has no %s", folder, MANIFEST)
+        why = f"it has no {MANIFEST}" if Path(folder).exists() else "it is on the hub"
+        logger.warning("the figures of %s are not recorded, because %s", folder, why)
         return
     of_lm_eval = figures["tasks"].keys() - task_names([OWN], figures["texts"])
     packages = {"lm_eval": metadata.version("lm_eval")} if of_lm_eval else {}

@@ -76,6 +76,7 @@ class FinetuneResult:
     out: Path | None
 
 
+@torch.inference_mode(False)  # in which gradients are unknown
 def finetune(
     model: str | Path,
     config: FinetuneConfig | None = None,

@@ -27,6 +27,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     of_down = sum(map(sizes.down_inputs, sizes.names)) * (rotation.down_block or 0)  # R3 of all layers
     head = sizes.untied_head if rotates else 0
     checkpoint = (sizes.weights + head + boundaries + of_down) * save_dtype.itemsize
+    checkpoint += sizes.in_fp32.get(save_dtype, 0) * (torch.float32.itemsize - save_dtype.itemsize)
     of_linear = [
         (pruning.sparsity_for(name), shapes[role])
         for names, shapes in zip(sizes.names, sizes.shapes_in, strict=True)

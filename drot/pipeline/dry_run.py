@@ -226,7 +226,9 @@ def fitted(
     needs, asked = needs_of({})
     nsamples = needs.tokens // needs.recipe.calibration.seqlen
     tried = {}
-    for changes in _lower(needs.recipe, fixed, offloads=not on_cpu):
+    weighted = recipe.rotation.output_weights == "gradient" and recipe.pruning.token_weights == "auto"
+    keeps = {"token_weights": "gradient"} if weighted else {}  # which follows from a solver
+    for changes in _lower(needs.recipe, fixed, keeps, offloads=not on_cpu):
         needed = needs_of(changes, nsamples)[1] if changes else asked
         if needed <= USED_SHARE * memory:
             return Fitted(recipe.replace(**changes), changes, asked, needed)
@@ -239,9 +241,12 @@ def fitted(
     )
 
 
-def _lower(recipe: ResolvedRecipe, fixed: Collection[str], *, offloads: bool) -> Iterator[dict[str, Any]]:
+def _lower(
+    recipe: ResolvedRecipe, fixed: Collection[str], keeps: dict[str, Any], *, offloads: bool
+) -> Iterator[dict[str, Any]]:
     """The changes of `recipe` that need less memory, from none to all; no field of `fixed` changes.
 
+    keeps: what the recipe without a solver names beside it.
     offloads: whether `layers_per_step` takes layers from the device.
     """
     now: dict[str, Any] = {**vars(recipe.recovery), **vars(recipe.pruning), **vars(recipe.rotation)}
@@ -251,7 +256,7 @@ def _lower(recipe: ResolvedRecipe, fixed: Collection[str], *, offloads: bool) ->
 
     shared = offloads and recipe.rotation.mode == "shared" and not recipe.rotation.layers_per_step
     steps = changed(layers_per_step=LAYERS_PER_STEP) if shared else {}
-    less = changed(distill_epochs=0), changed(recover="none"), changed(solve="none", target="self")
+    less = changed(distill_epochs=0), changed(recover="none"), changed(solve="none", target="self", **keeps)
     quality: dict[str, Any] = {}
     for more in ({}, *filter(None, less)):
         quality |= more

@@ -73,6 +73,7 @@ class SensitivityResult:
         return {"recipe": self.recipe.to_dict(), **self.figures, "errors": self.errors}
 
 
+@torch.inference_mode(False)  # in which gradients are unknown
 @torch.no_grad()
 @fp32_products("ieee")
 def sensitivity(

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drot.config import ResolvedRecipe
 from drot.model.decoder import DecoderModel
+from drot.model.dtypes import stored_dtype
 from drot.model.family import InputGroup
 from drot.model.sizes import HeadShape, routed_share
 from drot.model.whole import WRITERS
@@ -28,6 +29,7 @@ class Sizes:
     layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
         model without its layers. What writes images into the stream does not count.
     head: numbers in lm_head. tied_head: the same if it is tied to the embedding; otherwise 0.
+    in_fp32: dtype of a checkpoint → numbers that it holds in fp32 nevertheless.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     routed: the share of the tokens that an expert reads, on average.
     """
@@ -44,6 +46,7 @@ class Sizes:
     tied_head: int
     nsamples: int
     seqlen: int
+    in_fp32: Mapping[torch.dtype, int]
     routed: float = 1.0
 
     def share(self, group: InputGroup) -> float:
@@ -110,8 +113,13 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         for name, shape in shapes_in[-1].items():
             shapes[name] = max(shapes.get(name, (0, 0)), shape, key=math.prod)
     of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
-    named = model.model.named_parameters()
-    weights = sum(parameter.numel() for name, parameter in named if not name.startswith(f"{WRITERS}."))
+    whole = model.model
+    named = {
+        name: parameter.numel()
+        for name, parameter in whole.named_parameters()
+        if not name.startswith(f"{WRITERS}.")
+    }
+    weights = sum(named.values())
     return Sizes(
         groups=list(groups.values()),
         shapes=shapes,
@@ -123,6 +131,10 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         layer_weights=max(of_layers),
         weights=weights,
         outside=weights - sum(of_layers),
+        in_fp32={
+            dtype: sum(size for name, size in named.items() if stored_dtype(whole, name, dtype) != dtype)
+            for dtype in (torch.bfloat16, torch.float16)
+        },
         head=head.numel(),
         tied_head=head.numel() if head is model.embedding.weight else 0,
         nsamples=nsamples,

@@ -332,13 +332,34 @@ def hub(monkeypatch):
     def create(self, repo_id, **options):
         return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo_id}")
 
-    def upload(self, *, folder_path, **options):
-        files = {path.name: path.read_bytes() for path in folder_path.iterdir()}
-        seen.append((options, files))
+    def upload(self, *, folder_path, allow_patterns, **options):
+        files = (path for path in folder_path.rglob("*") if path.is_file())
+        found = {str(path.relative_to(folder_path)): path.read_bytes() for path in files}
+        names = huggingface_hub.utils.filter_repo_objects(found, allow_patterns=allow_patterns)
+        seen.append((options, {name: found[name] for name in names}))
 
+    def branch(self, repo_id, *, branch, exist_ok):
+        seen.append((branch, {}))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_branch", branch)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create)
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
     return seen
+
+
+def test_an_upload_holds_what_was_saved_and_nothing_else(tmp_path, hub):
+    """As that of transformers; a revision that the hub does not have becomes a branch."""
+    folder = tmp_path / "again"
+    (folder / "checkpoint-5").mkdir(parents=True)
+    (folder / "secret.env").write_text("TOKEN=1")
+    (folder / "checkpoint-5" / "optimizer.pt").write_text("of a training")
+    model = drot.load(pruned(tmp_path), device="cpu")
+    for _ in range(2):  # the second time all files are there before
+        model.save_pretrained(folder, push_to_hub=True, repo_id="me/mine", revision="v2")
+    for (name, _), (options, files) in zip(hub[::2], hub[1::2], strict=True):
+        assert name == options["revision"] == "v2"
+        assert {"drot.json", "README.md", "config.json", "model.safetensors"} <= files.keys()
+        assert not {"secret.env", "checkpoint-5/optimizer.pt"} & files.keys()
 
 
 def test_uploads_hold_all_files(tmp_path, hub):

@@ -69,6 +69,8 @@ def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path):
     model = save_gguf(file)
     expected = model(tokens).logits
     assert relative_error(drot.load(file, device="cpu")(tokens).logits, expected) < 1e-6
+    loaded = drot.load(file, device="cpu")
+    assert prune(loaded, one_shot("shared")).manifest.sparsity == 0.5  # its weights are dense
     result = prune(file, one_shot("shared"), out=tmp_path / "out")
     assert read_manifest(tmp_path / "out").base_model == str(file)
     other = prune(model, one_shot("shared"))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from small_checkpoints import change_json
 from small_models import is_available, random_text, random_tokens, relative_error
 from small_whole import WHOLE, image_and_text, save_small_whole
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import drot
 from drot.checkpoint.convert import convert
@@ -109,6 +109,30 @@ def test_pruned_and_packed(model_type, tmp_path):
     loaded = [drot.load(tmp_path / name, device="cpu")(tokens).logits for name in ("dense", "packed")]
     assert relative_error(*loaded) < 1e-5
     assert relative_error(logits(tmp_path / "packed", {"input_ids": tokens}), loaded[0]) < 1e-5
+    card = (tmp_path / "packed" / "README.md").read_text()
+    assert "from transformers import AutoModelForImageTextToText, AutoProcessor\n" in card
+    assert "pipeline_tag: image-text-to-text\n" in card and "AutoModelForCausalLM" not in card
+
+
+def test_a_class_for_text_alone_is_refused(tmp_path):
+    """transformers takes the language model of some types alone, by other names than those of the files."""
+    source = save_small_whole(tmp_path / "source", "qwen3_5")
+    prune(source, one_shot("layer"), out=tmp_path / "out")
+    with pytest.raises(UserError, match="use AutoModelForImageTextToText, or drot.load"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_what_is_copied_is_not_told_as_rounded(tmp_path, caplog):
+    source = save_small_whole(tmp_path / "source", "mistral3")
+    tensors = load_file(source / "model.safetensors")
+    tensors = {name: each if "vision" in name else each.bfloat16() for name, each in tensors.items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    change_json(source / "config.json", dtype="bfloat16")
+    prune(source, one_shot("none"), out=tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "packed", "packed")
+    assert not [line for line in caplog.messages if "rounded" in line]
+    kept = next(name for name in tensors if "vision" in name)
+    assert saved_tensors(tmp_path / "packed")[kept].dtype == torch.float32
 
 
 def test_tensors_for_multi_token_prediction_are_left_out(tmp_path, caplog):

@@ -3,14 +3,17 @@
 import json
 
 import pytest
+from made_manifests import made_manifest
 from small_checkpoints import change_json
 from small_models import FAMILIES, save_small_model, small_model
 from transformers import AutoConfig
 
 import drot
+from drot.checkpoint.manifest import write_manifest
 from drot.checkpoint.opening import load_whole_config
 from drot.checkpoint.stored_config import write_stored_form
 from drot.cli import app as cli
+from drot.config import Recipe
 from drot.core.errors import UserError
 
 
@@ -123,7 +126,16 @@ def test_a_checkpoint_of_drot_without_its_manifest(entry, tmp_path, capsys, monk
     assert f"{tmp_path} was pruned by drot, but its drot.json is missing: copy it again" in line
     config = load_whole_config(str(tmp_path))
     monkeypatch.setattr("drot.checkpoint.describe.load_whole_config", lambda name: config)
-    assert "org/pruned was pruned by drot: download it" in refused(capsys, "info", "org/pruned")
+    monkeypatch.setattr("drot.checkpoint.source.model_folder", lambda name: tmp_path)
+    assert "org/pruned was pruned by drot, but its drot.json is" in refused(capsys, "info", "org/pruned")
+
+
+def test_a_checkpoint_of_drot_on_the_hub(tmp_path, capsys, monkeypatch):
+    """Its manifest is one of the small files that are fetched."""
+    write_manifest(tmp_path, made_manifest(Recipe(), base_model="someone/model"))
+    monkeypatch.setattr("drot.checkpoint.source.model_folder", lambda name: tmp_path)
+    assert cli.run(["info", "org/pruned"]) == 0
+    assert "someone/model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["prune", "info"])

@@ -233,6 +233,10 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path, capsys):
     command = ["prune", str(MODEL), "--dry-run", "--calibration"]
     assert cli.run([*command, str(HELD_OUT), "--out", str(tmp_path / "out")]) == 2
     assert "exists and is not an empty folder" in one_line(capsys.readouterr().err)
+    (tmp_path / "begun.partial").mkdir()
+    (tmp_path / "begun.partial" / "run.json").write_text("{}")
+    assert cli.run([*command, str(HELD_OUT), "--out", str(tmp_path / "begun")]) == 2
+    assert "unfinished run" in one_line(capsys.readouterr().err)
     held = [*command, str(HELD_OUT), "--save-rotations"]
     assert cli.run([*held, str(tmp_path / "out" / "file")]) == 2
     assert "file exists: name another --save-rotations" in one_line(capsys.readouterr().err)

@@ -77,6 +77,10 @@ def test_options_replace_fields_and_say_so(calls, checkpoint, caplog):
         (dict(layers_per_rotation=2), ["--rotation", "none"], dict(mode="none", layers_per_rotation=1)),
         (dict(layers_per_rotation=2), ["--rotation", "stock"], dict(mode="shared", layers_per_rotation=1)),
         (dict(boundary="residual"), ["--rotation", "light"], dict(mode="shared", boundary="input")),
+        ({}, ["--layers-per-rotation", "2"], dict(layers_per_rotation=2, hessians="dense")),
+        ({}, ["--boundary", "residual"], dict(boundary="residual", hessians="dense")),
+        (dict(output_weights="equal"), ["--rotation", "light"], dict(output_weights="equal")),
+        (dict(mode="none", solve="admm"), ["--rotation", "full"], dict(output_weights="gradient")),
         ({}, ["--token-weights", "equal"], dict(output_weights="equal")),
         ({}, ["--optimizer", "paper"], dict(steps=2000, lr=0.01)),
         ({}, ["--objective", "entropy"], dict(steps=200, lr=0.7, output_weights="equal")),
@@ -89,6 +93,14 @@ def test_what_followed_from_a_replaced_setting_is_open_again(fields, options, ex
     assert prune("--recipe", checkpoint, *options) == 0
     rotation = resolve(calls[0][1]).rotation
     assert {name: getattr(rotation, name) for name in expected} == expected
+
+
+def test_what_a_file_of_settings_names_stays(calls, tmp_path):
+    """Its writer has chosen it. A manifest has every value, also those that nobody chose."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("rotation: {lr: 0.2, output_weights: equal}")
+    assert prune("m", "--recipe", file, "--rotation", "stock", "--objective", "pruned") == 0
+    assert (calls[0][1].rotation.lr, calls[0][1].rotation.output_weights) == (0.2, "equal")
 
 
 def test_a_default_that_is_given_replaces_too(calls, checkpoint):

@@ -56,6 +56,14 @@ def test_a_run_gives_up_no_more_than_it_needs(model, asked, chosen):
         assert less not in ({}, chosen)
 
 
+def test_weighted_outputs_keep_the_weights_of_the_tokens(model):
+    """They need them, also where no solver asks for them."""
+    asked = Recipe().replace(output_weights="gradient")
+    changes = UNSOLVED | {"token_weights": "gradient"}
+    found = fitted(model, asked, memory_of(model, asked.replace(**changes)), device="cpu")
+    assert found.changes == changes
+
+
 def test_a_shared_rotation_trains_a_few_layers_in_a_step_on_a_gpu_alone(model, monkeypatch):
     """On a CPU the other layers lie in the same memory."""
     asked = Recipe().with_quality("fast").replace(mode="shared")
@@ -89,7 +97,7 @@ def test_fields_of_the_command_line_stay(model):
     ],
 )
 def test_a_field_that_stays_keeps_no_other_from_changing(fixed, last):
-    *_, found = dry_run._lower(resolve(BEST), {fixed}, offloads=False)
+    *_, found = dry_run._lower(resolve(BEST), {fixed}, {}, offloads=False)
     assert found == last
 
 

@@ -259,6 +259,7 @@ def test_options_in_the_text_exist() -> None:
         "--rdzv-backend",
         "--rdzv-endpoint",
         "--offload-group-size",
+        "--cpu-offload-gb",
         "--model-path",
         "--load-format",
         "--host-memory",
