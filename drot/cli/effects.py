@@ -116,8 +116,9 @@ def check_no_output(asked: AskedRecipe, given: dict[str, Any]) -> None:
     written = ["out", "fit", "resume", "save_rotations_to", "format", "save_dtype", "dry_run", "gpus"]
     trainings = ("recover", "distill_epochs")
     before, after = asked.start.recovery, asked.recipe.recovery
-    written += [name for name in trainings if getattr(before, name) != getattr(after, name)]
-    if idle := [name for name in written if name in given or name in trainings]:
+    changed = [name for name in trainings if getattr(before, name) != getattr(after, name)]
+    written += [name if name in given else "quality" for name in changed]
+    if idle := [name for name in dict.fromkeys(written) if name in given]:
         _refuse(idle, "with --sensitivity")
 
 

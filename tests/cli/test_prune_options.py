@@ -208,6 +208,7 @@ def test_the_three_points(calls, options, mode, down):
             "sparsity of down_proj in --sparsity-of must be a ratio",
         ),
         (["--sensitivity"], "--out has no effect with --sensitivity"),
+        (["--sensitivity", "--quality", "best"], "--out, --quality have no effect with --sensitivity"),
         (["--sensitivity", "--dry-run", "--gpus", "1"], "--out, --dry-run, --gpus have no effect with"),
         (["--lr", "4"], "--lr must be a finite number above 0 and at most 3.14159; got 4.0"),
     ],
