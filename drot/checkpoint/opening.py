@@ -56,9 +56,12 @@ def load_whole_config(path: str | Path) -> Any:
     folder, gguf = model_folder(path), gguf_file(path)
     entries = read_config(folder) if gguf is None else {}
     with silent_transformers(NO_MODEL.format(str(path)), entries):
-        # not by AutoConfig, from which drot's plugin for vLLM takes the families that it does not serve
-        of_config: Any = StoredConfig if entries.get("model_type") == MODEL_TYPE else AutoConfig
-        config: Any = of_config.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+        config: Any
+        if entries.get("model_type") == MODEL_TYPE:
+            # not by AutoConfig, from which drot's plugin for vLLM takes the families that it does not serve
+            config = StoredConfig.from_pretrained(folder, name_or_path=str(folder))
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
         drot_config_of(config)  # checks the quantization_config of a checkpoint that drot wrote
         text = config.get_text_config()
         if not isinstance(text, PreTrainedConfig):

@@ -50,8 +50,10 @@ def recount(
     )
     if manifest.sparsity < before.sparsity:
         told.append("a Trainer keeps the zeros with the callback drot.KeepMask()")
-    other = "another format of its weights" if manifest.format != before.format else "other weights"
-    logger.warning("%s holds %s than what drot wrote: %s", folder, other, "; ".join(told))
+    what = "other weights than those that drot wrote"
+    if manifest.format != before.format:
+        what = f"the weights in another format, {manifest.format} and not {before.format}"
+    logger.warning("%s holds %s: %s", folder, what, "; ".join(told))
 
 
 def _same_in_shards(folder: Path, family: Family, recorded: Mapping[str, FileRecord]) -> bool:
