@@ -153,8 +153,8 @@ def test_rotations_are_reused_at_the_other_place(trained, used, tmp_path):
 @pytest.mark.parametrize(
     ("rotation", "message"),
     [
-        (dict(mode="shared"), 'no effect with `mode="shared"`'),
-        (dict(mode="none"), 'no effect with `mode="none"`'),
+        (dict(mode="shared"), 'must be auto or input with `mode="shared"`'),
+        (dict(mode="none"), 'must be auto or input with `mode="none"`'),
         (dict(hessians="sequential"), 'got `hessians="sequential"`'),
     ],
 )
