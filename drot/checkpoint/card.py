@@ -4,21 +4,19 @@ The card is made from drot.json. Text that a user writes above or below drot's p
 card is written again, and so do entries of the metadata that drot does not write.
 """
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
+from drot.checkpoint.opening import whole_type
 from drot.checkpoint.source import CONFIG
-from drot.checkpoint.stored_config import BASE_MODEL_TYPE
 from drot.checkpoint.tables import distinct_figures, finetune_line, measured, short_source, short_task
 from drot.core.errors import quoted
 from drot.core.files import new_file
 from drot.core.hub import HUB_NAME
 from drot.core.reading import read_bytes
-from drot.model.whole import WHOLE_MODELS
 
 logger = logging.getLogger("drot")
 
@@ -49,7 +47,7 @@ def save_card(folder: Path, manifest: CheckpointManifest, name: str = "", tags: 
     file = folder / CARD
     try:
         before = read_card(file) if file.exists() else ""
-        images = reads_images(folder)
+        images = (folder / CONFIG).exists() and whole_type(folder) is not None  # an adapter has no config
         text = card(manifest, name or folder.resolve().name, before, tags, images=images)
     except Exception as error:  # huggingface_hub and PyYAML raise many classes for metadata of others
         if not file.exists():
@@ -67,13 +65,6 @@ def read_card(file: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError:
         return content.decode("latin1")
-
-
-def reads_images(folder: Path) -> bool:
-    """Whether `folder` holds a model that reads images too, by its config.json."""
-    file = folder / CONFIG
-    entries = json.loads(file.read_bytes()) if file.exists() else {}
-    return entries.get(BASE_MODEL_TYPE, entries.get("model_type")) in WHOLE_MODELS
 
 
 def card(
@@ -196,6 +187,7 @@ def _body(manifest: CheckpointManifest, name: str, *, images: bool) -> str:
         dense_model=_of_hub_or(manifest.base_model, MODEL),
         manifest=manifest,
         model_class="AutoModelForImageTextToText" if images else "AutoModelForCausalLM",
+        reader="processor" if images else "tokenizer",
         reader_class="AutoProcessor" if images else "AutoTokenizer",
         pruned_model=_of_hub_or(manifest.finetune[-1].start, PRUNED_MODEL) if manifest.is_adapter else "",
         pruned=pruned,

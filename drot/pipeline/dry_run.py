@@ -227,7 +227,7 @@ def fitted(
     nsamples = needs.tokens // needs.recipe.calibration.seqlen
     tried = {}
     weighted = recipe.rotation.output_weights == "gradient" and recipe.pruning.token_weights == "auto"
-    keeps = {"token_weights": "gradient"} if weighted else {}  # which follows from a solver
+    keeps = {"token_weights": "gradient"} if weighted else {}  # by default they follow from a solver
     for changes in _lower(needs.recipe, fixed, keeps, offloads=not on_cpu):
         needed = needs_of(changes, nsamples)[1] if changes else asked
         if needed <= USED_SHARE * memory:
@@ -246,7 +246,7 @@ def _lower(
 ) -> Iterator[dict[str, Any]]:
     """The changes of `recipe` that need less memory, from none to all; no field of `fixed` changes.
 
-    keeps: what the recipe without a solver names beside it.
+    keeps: the fields that change together with the solver, so that the recipe stays valid without it.
     offloads: whether `layers_per_step` takes layers from the device.
     """
     now: dict[str, Any] = {**vars(recipe.recovery), **vars(recipe.pruning), **vars(recipe.rotation)}

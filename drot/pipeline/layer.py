@@ -99,7 +99,10 @@ def prune_layer(
 
 
 def fill_missing(matrix: Tensor) -> None:
-    """Takes the inputs of an expert as independent where its H [..., in, in] is 0, as no token counts."""
+    """Sets the diagonal of an expert's H [..., in, in] to 1, in place, where H is 0 because no token counts.
+
+    The expert is then pruned as if its inputs were independent.
+    """
     diagonal = diagonal_of(matrix)
     diagonal.masked_fill_((diagonal == 0).all(-1, keepdim=True), 1.0)
 
