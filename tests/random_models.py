@@ -41,14 +41,24 @@ MIXTURES = {
     "afmoe": "num_experts",
     "sarvam_mla": "n_routed_experts",
     "kimi_linear": "num_local_experts",
+    "granitemoeshared": "num_local_experts",
+    "granitemoe_swa": "num_local_experts",
+    "granitemoehybrid": "num_local_experts",
+    "hunyuan_v1_moe": "num_experts",
+    "gemma4_text": "num_experts",
 }
+#: Granite's mixtures
+GRANITE = ("granitemoe", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
 #: mixtures whose router divides the experts into groups
 GROUPED = (
     *("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open", "exaone_moe", "deepseek_v32"),
     *("glm_moe_dsa", "sarvam_mla", "kimi_linear"),
 )
 #: those whose router computes in fp32
-ROUTERS_IN_FP32 = (*GROUPED, "ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1")
+ROUTERS_IN_FP32 = (
+    *(*GROUPED, "ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1"),
+    "hunyuan_v1_moe",
+)
 #: mixture of experts → the entry of its config with the number of shared experts
 SHARED = {
     "glm4_moe": "n_shared_experts",
@@ -153,10 +163,22 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     """The settings of a mixture of experts."""
     experts = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {MIXTURES[family]: experts, "num_experts_per_tok": draw(st.integers(1, experts))}
-    if family not in ("mixtral", "gpt_oss", "granitemoe", "minimax_m2", "olmoe"):
+    if family not in ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "hunyuan_v1_moe", *GRANITE):
         chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
-    if family not in ("mixtral", "gpt_oss", "granitemoe", "minimax_m2", "hy_v3", "ernie4_5_moe"):
+    others = "mixtral", "gpt_oss", "minimax_m2", "hy_v3", "ernie4_5_moe", "hunyuan_v1_moe", "gemma4_text"
+    if family not in (*others, *GRANITE):
         chosen["norm_topk_prob"] = draw(st.booleans())
+    if family in GRANITE[1:]:
+        chosen["shared_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
+    if family in GRANITE[1:3] and draw(st.booleans()):
+        chosen["shared_intermediate_size"] = 0
+    if family == "granitemoehybrid" and draw(st.booleans()):
+        chosen["num_local_experts"] = 0
+    if family == "gemma4_text":
+        chosen["top_k_experts"] = chosen.pop("num_experts_per_tok")
+        chosen["enable_moe_block"] = draw(st.booleans())
+        if not chosen["enable_moe_block"]:
+            chosen |= {"num_experts": None, "top_k_experts": None}
     if family == "gpt_oss":
         chosen["swiglu_limit"] = draw(st.sampled_from([0.5, 7.0]))
     if family in SHARED_WIDTH:
@@ -264,7 +286,7 @@ def settings_of_models(
             del chosen["head_dim"]
         elif family in ("llama", "mistral", "seed_oss"):
             chosen["head_dim"] = None
-    if family in ("granite", "granite_swa", "granitemoe", *ONE_HEAD_DIM) and hidden == heads * head_dim:
+    if family in ("granite", "granite_swa", *GRANITE, *ONE_HEAD_DIM) and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
     if family in (
         "llama",
@@ -284,7 +306,8 @@ def settings_of_models(
         "youtu",
         "minicpm3",
         "deepseek_v3",
-        "granitemoe",
+        *GRANITE,
+        "hunyuan_v1_moe",
         "glm4_moe_lite",
         "olmoe",
         "deepseek_v2",
@@ -298,7 +321,6 @@ def settings_of_models(
         "internlm3",
         "iquestcoder",
         "hyperclovax",
-        "granitemoehybrid",
         "granite_swa",
         "lfm3",
         "flint",
@@ -370,17 +392,16 @@ def settings_of_models(
         chosen |= dict(block_auto_adjust_ff_dim=draw(st.booleans()), block_multiple_of=multiple)
         chosen["block_ffn_dim_multiplier"] = draw(st.sampled_from([0.9, 1.0, 1.7]))
     if family == "granitemoehybrid":
-        chosen |= dict(num_local_experts=0, shared_intermediate_size=chosen["intermediate_size"])
         chosen |= dict(mamba_n_heads=heads, mamba_n_groups=kv_heads, mamba_d_state=draw(st.integers(4, 8)))
         chosen["mamba_d_head"] = 2 * hidden // heads
         chosen |= {f"mamba_{part}_bias": draw(st.booleans()) for part in ("conv", "proj")}
         chosen["position_embedding_type"] = draw(st.sampled_from([None, "rope"]))
-    if family in ("granite", "granite_swa", "granitemoe", "granitemoehybrid", "hyperclovax"):
+    if family in ("granite", "granite_swa", *GRANITE, "hyperclovax"):
         multipliers = ("residual", "embedding", "attention")
         chosen |= {f"{of}_multiplier": draw(st.sampled_from([0.22, 1.0, 3.0])) for of in multipliers}
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
     # with 3 times the scores, fp32 rounds the logits by 1e-5
-    if family in ("granite_swa", "granitemoe", "granitemoehybrid", "hyperclovax"):
+    if family in ("granite_swa", *GRANITE, "hyperclovax"):
         chosen["attention_multiplier"] = draw(st.sampled_from([0.22, 1.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)
@@ -412,6 +433,7 @@ def settings_of_models(
         "ministral",
         "vaultgemma",
         "granite_swa",
+        "granitemoe_swa",
         "flint",
         "kolibri1",
         "laguna",

@@ -27,7 +27,12 @@ from drot.model.rotation import Bases, LayerRotation, around_ones
 from drot.model.sizes import HeadShape
 
 #: mixtures of experts
-MIXTURES = [name for name in FAMILIES if DECLARED[name.partition("-")[0]].experts is not None]
+MIXTURES = [
+    name
+    for name, settings in FAMILIES.items()
+    if DECLARED[name.partition("-")[0]].experts is not None and any("expert" in key for key in settings)
+    if settings.get("num_local_experts") != 0
+]
 #: those whose MLP takes R3 and that have no experts: they take fine-tuning and artifacts too
 WITHOUT_EXPERTS = [
     name for name in FAMILIES if DECLARED[name.partition("-")[0]].takes("r3") and name not in MIXTURES

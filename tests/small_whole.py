@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import letter_tokenizer, random_tokens, small_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -25,7 +26,7 @@ WHOLE = {
         dict(vision_config=SIGLIP, mm_tokens_per_image=1, image_token_index=IMAGE, image_token_id=IMAGE),
     ),
     "gemma4": (
-        "gemma4_text",
+        "gemma4_text-experts",
         dict(vision_config=GEMMA4, image_token_id=IMAGE, video_token_id=94, audio_token_id=93),
     ),
     "gemma4_unified": (
@@ -44,6 +45,10 @@ WHOLE = {
         "qwen3_5_text",
         dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE),
     ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE),
+    ),
 }
 
 
@@ -51,6 +56,8 @@ def small_whole(model_type: str, **changes: Any) -> Any:
     """A random model that reads images too. changes: of the config of its language model."""
     text_type, entries = WHOLE[model_type]
     text = small_model(text_type).config.to_dict() | changes
+    if model_type == "qwen3_5_moe":
+        text["moe_intermediate_size"] = 16  # which blocks of 16 divide
     if model_type == "gemma3":
         del text["final_logit_softcapping"]  # with images it has none
     if model_type in ("qwen2_5_vl", "qwen3_vl"):
@@ -70,10 +77,21 @@ def small_whole(model_type: str, **changes: Any) -> Any:
 
 def save_small_whole(folder: Path, model_type: str, **changes: Any) -> Path:
     """Writes a random model that reads images too to `folder`, with a tokenizer and a file of a processor."""
-    small_whole(model_type, **changes).save_pretrained(folder)
+    model = small_whole(model_type, **changes)
+    model.save_pretrained(folder)
+    if model_type == "qwen3_5_moe":
+        hold_experts_together(folder, model)
     letter_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"size": 28}\n')
     return folder
+
+
+def hold_experts_together(folder: Path, model: Any) -> None:
+    """Rewrites the weights in `folder` as they are published: the experts of a layer lie in one tensor."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: each for name, each in tensors.items() if ".mlp.experts." not in name}
+    tensors |= {name: each for name, each in model.state_dict().items() if ".mlp.experts." in name}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def image_and_text(model_type: str) -> dict[str, torch.Tensor]:

@@ -47,6 +47,7 @@ from drot.model.boundary import ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.experts import ReplacedExperts
 from drot.model.mixins import Mixin, mix
+from drot.model.stored import follow_files
 from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.sparse.fused import fuse
 from drot.sparse.linear import NOT_TRAINABLE, compresses, is_packed, packed_weights
@@ -294,6 +295,7 @@ class DrotQuantizer(HfQuantizer):
             if self.whole:
                 names = stored_names(headers, text.config.model_type)
                 headers = {own: each for name, each in headers.items() if (own := names.own(name))}
+            follow_files(text, headers, together=self.whole)
             check_headers(text, headers, dtypes=STORED_DTYPES)
         return model
 

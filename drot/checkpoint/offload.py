@@ -22,6 +22,7 @@ from drot.checkpoint.opening import (
     refuse_not_finite,
     refuse_superfluous,
     silent_transformers,
+    whole_type,
 )
 from drot.checkpoint.pieces import PieceReader
 from drot.checkpoint.quantization_config import (
@@ -47,12 +48,12 @@ from drot.core.hashes import Ends, ends_of
 from drot.machine.devices import parse_dtype
 from drot.machine.memory import available_memory, return_large_blocks
 from drot.model.boundary import check_rotations
-from drot.model.decoder import DecoderModel
+from drot.model.decoder import EXPERTS_TOGETHER, DecoderModel
 from drot.model.dtypes import stored_dtype
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import module_at
-from drot.model.stored import stored_tensors
+from drot.model.stored import follow_files, stored_tensors
 from drot.model.whole import WRITERS, prepare
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_weights
@@ -192,6 +193,7 @@ def open_skeleton(
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
             _keep_in_fp32(model, chosen)
+            follow_files(model, headers, together=whole_type(folder) is not None)
             if (held := drot_config_of(config)) is not None:
                 expect_stored(model, held)
                 check_headers(model, headers, STORED_DTYPES)
@@ -242,7 +244,12 @@ def load_whole(path: str | Path, dtype: str | torch.dtype, *, verify: bool) -> "
             weights.read_module(module_at(model, end), end)
     if tied:
         decoder.head.weight = decoder.embedding.weight
-    for name in ("drot_whole", "stored_layers", WRITERS):  # a model of text alone from here on
+    for name in (
+        "drot_whole",
+        "stored_layers",
+        EXPERTS_TOGETHER,
+        WRITERS,
+    ):  # a model of text alone from here on
         if hasattr(model, name):
             delattr(model, name)
     if is_packed(model):

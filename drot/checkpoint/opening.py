@@ -29,6 +29,7 @@ from drot.core.errors import UserError, quoted
 from drot.machine.finite import is_finite
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
+from drot.model.stored import follow_files
 from drot.model.whole import WHOLE_MODELS, StoredNames, language_config, stored_names
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
         if config.model_type in FAMILIES and not quantization_config_of(config):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            follow_files(empty, headers)
             check_headers(empty, headers)
             refuse_superfluous(path, headers.keys() - stored_state(empty).keys())
     return headers

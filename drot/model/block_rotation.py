@@ -22,7 +22,7 @@ _SILU_FUNCTION = nn.SiLU()
 
 
 def activation_of(mlp: nn.Module, family: Family) -> Any:
-    """What acts on the outputs of the gate of an MLP, or of experts."""
+    """What acts on the outputs of the gate of an MLP."""
     return _SILU_FUNCTION if family.activation is None else getattr(mlp, family.activation)
 
 

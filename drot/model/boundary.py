@@ -120,11 +120,15 @@ class RotatedLayer(Mixin):
         if not family.linear_attention:
             attended = attended[0]
         residual = hidden_states + self._added(attended, 0)
-        out = read if family.parallel else self._read(residual, 1)
+        out = read_by_mlp = read if family.parallel else self._read(residual, 1)
         for name in (*family.mlp_front, family.mlp):
             out = getattr(self, name)(out)
         if isinstance(out, tuple):  # gpt-oss returns the scores of the router too
             out = out[0]
+        if family.experts_beside is not None:
+            out = self._with_experts(out, residual)
+        if family.beside is not None and (beside := getattr(self, family.beside)) is not None:
+            out = out + beside(read_by_mlp)
         if self.boundary_place == "inside":
             output = residual + self._added(out, 1)
             if family.output_multiplier is not None:
@@ -141,7 +145,20 @@ class RotatedLayer(Mixin):
         family = self.family
         if family.norms:
             residual = getattr(self, family.block_norms[block])(residual)
-        return self.residual_rotation(residual) if self.boundary_place == "inside" else residual
+        return self._turned(residual)
+
+    def _turned(self, read: Tensor) -> Tensor:
+        """What a block reads, in the basis of its linears."""
+        return self.residual_rotation(read) if self.boundary_place == "inside" else read
+
+    def _with_experts(self: Any, out: Tensor, residual: Tensor) -> Tensor:
+        """The output of the MLP and that of the experts beside it (`Family.experts_beside`)."""
+        router, before, behind_mlp, behind = (getattr(self, name) for name in self.family.experts_beside)
+        tokens = residual.flatten(0, -2)
+        _, weights, chosen = router(tokens)
+        found = getattr(self, self.family.experts)(self._turned(before(tokens)), chosen, weights)
+        added: Tensor = behind_mlp(out) + behind(found.view_as(residual))
+        return added
 
     def _added(self, output: Tensor, block: int) -> Tensor:
         """What the layer adds to its residual for the output of the attention, block 0, or of the MLP, 1."""

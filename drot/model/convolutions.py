@@ -80,19 +80,18 @@ def with_short_convolutions(family: Family) -> Family:
     return with_mixer(family, "conv", inputs="convolved", outputs="hidden", untouched=("conv.conv",))
 
 
-#: Mamba 2 in some layers, or in none. Not supported: experts beside the MLP.
-GRANITE4 = with_mixer(
-    replace(
-        with_paths(
-            GRANITE.with_fused("shared_mlp.input_linear", ("gate_proj", "up_proj")),
-            {"mlp.down_proj": "shared_mlp.output_linear"},
-        ),
-        mlp="shared_mlp",
-        activation="activation",
-        required=(("num_local_experts", 0),),
+def with_mamba(family: Family) -> Family:
+    """The family some of whose layers have a Mamba 2 in place of the attention."""
+    own = ("mamba", "mamba.conv1d", "mamba.norm")
+    return with_mixer(family, "mamba", inputs="mamba_in", outputs="mamba", untouched=own)
+
+
+#: Granite 4.0 without experts: its MLP has the name of what reads all tokens beside experts.
+GRANITE4 = replace(
+    with_paths(
+        GRANITE.with_fused("shared_mlp.input_linear", ("gate_proj", "up_proj")),
+        {"mlp.down_proj": "shared_mlp.output_linear"},
     ),
-    "mamba",
-    inputs="mamba_in",
-    outputs="mamba",
-    untouched=("mamba", "mamba.conv1d", "mamba.norm"),
+    mlp="shared_mlp",
+    activation="activation",
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -20,6 +21,9 @@ from drot.model.linear import copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.sizes import head_shape, widths_of
 from drot.model.whole import WRITERS
 
+#: the attribute of a model whose files hold the parameters of all experts of a layer together
+EXPERTS_TOGETHER = "experts_together"
+
 
 class DecoderModel:
     """A causal language model of a supported family. Raises UserError for a model of another family.
@@ -37,6 +41,8 @@ class DecoderModel:
         self.widths = widths_of(model.config, 0)
         modules = self.layer_modules
         families = layer_families(model.config, len(modules))
+        if getattr(model, EXPERTS_TOGETHER, False):
+            families = [dataclasses.replace(family, expert_files=()) for family in families]
         self.layers = [
             DecoderLayer(
                 layer,

@@ -118,7 +118,7 @@ SANDWICH = replace(
 )
 #: The values of a head pass a norm without weight, which R2 commutes with. Where the keys are the values too,
 #: there is no R2. Not supported: the embeddings of each layer and the keys and values of other layers, which
-#: are different for each token, and experts beside the MLP.
+#: are different for each token.
 GEMMA4 = replace(
     SANDWICH,
     output_multiplier="layer_scalar",
@@ -126,7 +126,6 @@ GEMMA4 = replace(
     required=(
         ("hidden_size_per_layer_input", 0),
         ("num_kv_shared_layers", 0),
-        ("enable_moe_block", False),
     ),
     needs="GroupWeightRename",  # an older config has no sizes of each layer
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drot.model.block_rotation import DOWN_ROTATION, BlockRotation, activation_of
+from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.family import Family
 from drot.model.mixins import Mixin, mix, unmix
 
@@ -25,7 +25,8 @@ def gated(experts: nn.Module, family: Family, gate: Tensor, up: Tensor) -> Tenso
     if family.gated is not None:
         result: Tensor = getattr(experts, family.gated)(torch.stack([gate, up], -1).flatten(-2))
     else:
-        result = activation_of(experts, family)(gate) * up
+        act: Any = experts.act_fn
+        result = act(gate) * up
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from drot.core.errors import UserError
 from drot.model.attentions import hybrid, latent
-from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, LFM3_ATTENTION, with_short_convolutions
+from drot.model.convolutions import LFM2_ATTENTION, LFM3_ATTENTION, with_short_convolutions
 from drot.model.dense import (
     COHERE,
     GEMMA4,
@@ -52,11 +52,6 @@ FAMILIES = {
     "seed_oss": replace(LLAMA, models="Seed-OSS", mlp_dropout="residual_dropout"),
     "granite": replace(GRANITE, models="Granite 3"),
     "granite_swa": replace(GRANITE, models="Granite Swash"),
-    "granitemoehybrid": replace(
-        GRANITE4,
-        models="Granite 4.0 without experts",
-        needs="GroupWeightRename",  # an older transformers names the kinds of layers in another way
-    ),
     "hyperclovax": replace(
         inside(LLAMA),
         models="HyperCLOVA X SEED Think",
@@ -95,7 +90,6 @@ FAMILIES = {
         logits_cap="final_logit_softcapping",
     ),
     "gemma3_text": replace(SANDWICH, models="Gemma 3", norm_offset=1.0),
-    "gemma4_text": replace(GEMMA4, models="Gemma 4 31B"),
     "gemma4_unified_text": replace(GEMMA4, models="Gemma 4 12B"),
     "cohere": replace(COHERE, models="Command R, Command R+, Aya Expanse"),
     "cohere2": replace(COHERE, models="Command R7B, Command A"),
@@ -149,6 +143,8 @@ def family_of(config: Any) -> Family:
             "drot info MODEL names what drot cannot place in it"
         )
     family = FAMILIES[model_type]
+    if family.experts is not None and not experts_of(config):
+        family = family.without_experts()
     if family.needs and not hasattr(import_module("transformers.core_model_loading"), family.needs):
         raise UserError(
             f"a model of type {model_type!r} needs a newer transformers: pip install -U transformers"

@@ -119,6 +119,11 @@ class Family:
     groups: the input groups in the order of the forward pass, which is the order of the pruning.
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
         stream.
+    beside: a module that reads what the MLP reads, and whose output the layer adds to that of the MLP. Some
+        layers of a family have none.
+    experts_beside: the names of four modules of a layer with `experts` beside its MLP, which read the stream
+        too: the router, the norm in front of the experts, and the norms of the outputs of the MLP and of the
+        experts, which the layer then adds.
     mlp_front: the modules of the MLP that the layer itself calls, one after the other, before it calls `mlp`.
     activation: the module of the MLP that acts on the outputs of the gate; None if that is a function, SiLU.
     gated: the method of the experts that makes the input of down_proj from the outputs of gate and up, which
@@ -169,6 +174,8 @@ class Family:
     groups: tuple[InputGroup, ...]
     attention: str
     mlp: str
+    beside: str | None = None
+    experts_beside: tuple[str, str, str, str] | None = None
     mlp_front: tuple[str, ...] = ()
     activation: str | None = "act_fn"
     gated: str | None = None
@@ -236,6 +243,18 @@ class Family:
             found = list(of_kind)
             groups += (one.of_expert(e) for e in range(count) for one in found) if routed else found
         return replace(self, groups=tuple(groups))
+
+    def without_experts(self) -> "Family":
+        """The family of a model none of whose layers has experts, if it has a kind of such layers."""
+        kinds = dict(self.kinds)
+        if (dense := kinds.pop("dense", None)) is None:
+            return self
+        others = (
+            (kind.removesuffix(" dense"), one) for kind, one in kinds.items() if kind.endswith(" dense")
+        )
+        return replace(
+            dense, models=self.models, needs=self.needs, required=self.required, kinds=tuple(others)
+        )
 
     def with_transposed_experts(self) -> "Family":
         """The family with `transposed` linears of experts."""
@@ -314,4 +333,5 @@ class Family:
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
         name = f"{linear.block}.{linear.name}" if "." in linear.path else linear.path
+        name = name.replace("experts.experts.", "experts.")  # those that lie in no MLP
         return f"layers.{index}.{name}"

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from drot.model.attentions import hybrid, latent, with_delta_attention, with_gate
-from drot.model.convolutions import LFM2_ATTENTION, with_short_convolutions
-from drot.model.dense import LLAMA, between_norms
+from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, with_mamba, with_short_convolutions
+from drot.model.dense import GEMMA4, LLAMA, between_norms, inside, with_norms, with_paths
 from drot.model.family import Family, InputGroup, LinearSpec
+from drot.model.sizes import Width
 
 
 def files_of_experts(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[str, str], ...]:
@@ -45,21 +46,23 @@ MIXTURE = replace(
 )
 
 
-def with_shared_experts(family: Family, path: str, gate: str | None = None) -> Family:
+def with_shared_experts(
+    family: Family, path: str, gate: str | None = None, width: Width = "shared"
+) -> Family:
     """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
     with `target="dense"` their outputs make up for the errors of the others.
 
-    gate: the module whose sigmoid multiplies their outputs.
+    gate: the module whose sigmoid multiplies their outputs. width: of their outputs of gate and up.
     """
     mlp = InputGroup(
         name="shared",
         norm="post_attention_layernorm",
         linears=(
-            LinearSpec(f"{path}.gate_proj", ("shared", "hidden"), input="r1"),
-            LinearSpec(f"{path}.up_proj", ("shared", "hidden"), input="r1"),
+            LinearSpec(f"{path}.gate_proj", (width, "hidden"), input="r1"),
+            LinearSpec(f"{path}.up_proj", (width, "hidden"), input="r1"),
         ),
     )
-    down = LinearSpec(f"{path}.down_proj", ("hidden", "shared"), input="r3", output="r1")
+    down = LinearSpec(f"{path}.down_proj", ("hidden", width), input="r3", output="r1")
     shared = InputGroup(name="shared_down", linears=(down,), weighted=gate is not None)
     unpruned = () if gate is None else ((gate, "post_attention_layernorm"),)
     return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
@@ -104,12 +107,69 @@ def with_mlp_at(family: Family, mlp: str) -> Family:
     )
 
 
+def with_dense_layers(family: Family, dense: Family) -> Family:
+    """The mixture some of whose layers, of each of its kinds, are those of `dense`."""
+    kinds = (("dense", dense), *((f"{kind} dense", one) for kind, one in dense.kinds))
+    return replace(family, kinds=(*family.kinds, *kinds))
+
+
+def with_shared_mlp(family: Family) -> Family:
+    """The mixture of Granite with an MLP beside its experts that reads all tokens, pruned after them."""
+    gate, up = (
+        LinearSpec("shared_mlp.input_linear", ("shared", "hidden"), input="r1", part=part)
+        for part in ("gate_proj", "up_proj")
+    )
+    down = LinearSpec("shared_mlp.output_linear", ("hidden", "shared"), input="r3", output="r1")
+    shared = (
+        InputGroup(name="shared", norm="post_attention_layernorm", linears=(gate, up)),
+        InputGroup(name="shared_down", linears=(down,)),
+    )
+    return replace(family, groups=(*family.groups, *shared), beside="shared_mlp", activation="activation")
+
+
 #: A mixture with shared experts without a gate.
 SHARED = with_shared_experts(MIXTURE, "mlp.shared_experts")
 #: the names in files of the experts of Mixtral, as `expert_files`
 W1_W3_W2 = files_of_experts("block_sparse_moe", "w1", "w3", "w2")
 #: the name in files of the sinks of Flint's attention, as `files`
 SINKS_OF_FLINT = (("self_attn.sinks", "self_attn.softmax_offset"),)
+
+#: The experts of Granite, whose files hold those of a layer together.
+GRANITE_MOE = replace(
+    with_mlp_at(replace(MIXTURE, router="mlp.router"), "block_sparse_moe"),
+    models="Granite 3 MoE",
+    residual_multiplier="residual_multiplier",
+    logits_divisor="logits_scaling",
+    expert_files=(),
+    files=(
+        ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+        ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+        ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
+    ),
+    needs="GroupWeightRename",  # an older transformers has other modules
+)
+
+
+def with_experts_beside(family: Family) -> Family:
+    """Gemma 4, also its layers of other kinds, with experts beside the MLP, which are pruned before it.
+
+    They and their router read the stream, each by a norm of its own.
+    """
+    paths = {f"mlp.experts.{name}": f"experts.{name}" for name in ("gate_up_proj", "down_proj")}
+    experts = with_norms(inside(with_paths(MIXTURE, paths)), None, "pre_feedforward_layernorm_2").groups[2:]
+    return replace(
+        family,
+        experts="experts",
+        experts_beside=(
+            "router",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_1",
+            "post_feedforward_layernorm_2",
+        ),
+        groups=(*family.groups[:2], *experts, *family.groups[2:]),
+        kinds=tuple((kind, with_experts_beside(one)) for kind, one in family.kinds),
+    )
+
 
 #: `model_type` of a config.json → family
 MIXTURES = {
@@ -147,18 +207,26 @@ MIXTURES = {
     "mixtral": replace(
         MIXTURE, models="Mixtral", expert_files=W1_W3_W2, files=(("mlp.", "block_sparse_moe."),)
     ),
-    "granitemoe": replace(
-        with_mlp_at(replace(MIXTURE, router="mlp.router"), "block_sparse_moe"),
-        models="Granite 3 MoE",
-        residual_multiplier="residual_multiplier",
-        logits_divisor="logits_scaling",
-        expert_files=(),
-        files=(
-            ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
-            ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
-            ("block_sparse_moe.router.", "block_sparse_moe.router.layer."),
-        ),
-        needs="GroupWeightRename",  # an older transformers has other modules
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": replace(with_shared_mlp(GRANITE_MOE), models="Granite MoE with shared experts"),
+    "granitemoe_swa": replace(with_shared_mlp(GRANITE_MOE), models="Granite Swash MoE", files=()),
+    # an older transformers names the kinds of layers in another way
+    "granitemoehybrid": with_mamba(
+        replace(
+            with_shared_mlp(GRANITE_MOE),
+            models="Granite 4.0",
+            kinds=(("dense", GRANITE4),),
+        )
+    ),
+    "gemma4_text": replace(
+        with_dense_layers(with_experts_beside(GEMMA4), GEMMA4), models="Gemma 4 31B, Gemma 4 26B-A4B"
+    ),
+    "hunyuan_v1_moe": replace(
+        with_shared_experts(MIXTURE, "mlp.shared_mlp", width="mlp"),
+        models="Hunyuan-A13B",
+        router="mlp.gate.wg",
+        untouched=("self_attn.query_layernorm", "self_attn.key_layernorm"),
+        kinds=(),
     ),
     "minimax_m2": replace(
         MIXTURE,

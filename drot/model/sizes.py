@@ -66,9 +66,14 @@ def experts_of(config: Any) -> int:
     Configs of Hunyuan's dense models were published with `num_experts`. They do not say how many a token
     takes.
     """
-    if getattr(config, "num_experts_per_tok", None) is None:
+    if _chosen(config) is None:
         return 0
     return _first_of(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _chosen(config: Any) -> Any:
+    """How many experts a token takes, as a number or a list of all layers; None without experts."""
+    return getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", None))
 
 
 def _first_of(config: Any, *names: str) -> int:
@@ -106,8 +111,10 @@ def _is_dense(config: Any, index: int) -> bool:
 
 def routed_share(config: Any) -> float:
     """The share of the tokens that the router sends to an expert, on average; 1 without experts."""
-    experts = experts_of(config)
-    return config.num_experts_per_tok / experts if experts else 1.0
+    if not (experts := experts_of(config)):
+        return 1.0
+    chosen = _chosen(config)
+    return (max(chosen) if isinstance(chosen, list) else chosen) / experts  # Hunyuan has a list of all layers
 
 
 def head_shape(config: Any, index: int) -> HeadShape:
@@ -138,8 +145,10 @@ def mlp_width(config: Any) -> int:
 def widths_of(config: Any, index: int) -> dict[Width, int]:
     """The sizes that a model's `config` gives to the widths of the linears of decoder layer `index`."""
     shape = head_shape(config, index)
-    expert = getattr(config, "moe_intermediate_size", None) or mlp_width(config)
-    shared = getattr(config, "shared_expert_intermediate_size", None)
+    # Hunyuan's config has a list of the same number for each layer, which transformers does not read
+    sizes = (getattr(config, f"{of}intermediate_size", None) for of in ("moe_", ""))
+    expert = next((size for size in sizes if size and isinstance(size, int)), 0)
+    shared = _first_of(config, "shared_expert_intermediate_size", "shared_intermediate_size")
     of_shared = _first_of(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     key, value = (
         getattr(config, f"linear_num_{of}_heads", 0) * getattr(config, f"linear_{of}_head_dim", 0)

@@ -1,11 +1,38 @@
-"""The tensors of a decoder layer by their names in a checkpoint, where each expert lies by itself."""
+"""The tensors of a decoder layer by their names in a checkpoint, where each expert may lie by itself."""
+
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from drot.model.decoder import EXPERTS_TOGETHER, DecoderModel
 from drot.model.experts import PACKED
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
+
+
+def follow_files(model: Any, names: Collection[str], *, together: bool = False) -> None:
+    """Lets a model's tensors of experts have the names of its files, which transformers reads in two forms.
+
+    The files of a mixture hold each expert by itself (`Family.expert_files`), or the parameters of all
+    experts of a layer, as those of Qwen3.5 MoE do.
+
+    names: of the tensors in the files, by those of the model.
+    together: which of the two it is if all experts are packed, so that no name says it.
+    """
+    routed = [
+        (layer, linear)
+        for layer in DecoderModel(model).layers
+        for linear in layer.linears.values()
+        if linear.spec.expert is not None
+    ]
+    if any(_in_files(layer, linear.spec.path) in names for layer, linear in routed):
+        together = True
+    elif any(stored_name(layer, linear) in names for layer, linear in routed):
+        together = False
+    if routed:
+        setattr(model, EXPERTS_TOGETHER, together)
 
 
 def stored_name(layer: DecoderLayer, linear: Linear) -> str:
@@ -52,7 +79,7 @@ def as_dense(layer: DecoderLayer, name: str, weight: Tensor) -> tuple[str, Tenso
 
 
 def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
-    """The tensors of the layer by their names in a checkpoint, where each expert lies by itself."""
+    """The tensors of the layer by their names in a checkpoint, where each expert may lie by itself."""
     found = {_in_files(layer, name): tensor for name, tensor in layer.module.state_dict().items()}
     for linear in layer.linears.values():
         if linear.spec.expert is not None and layer.family.expert_files and linear.is_dense:

@@ -19,12 +19,13 @@ from drot.model.families import FAMILIES
 #: `model_type` of a model that reads images too → published models
 WHOLE_MODELS = {
     "gemma3": "Gemma 3",
-    "gemma4": "Gemma 4 31B",
+    "gemma4": "Gemma 4 31B, Gemma 4 26B-A4B",
     "gemma4_unified": "Gemma 4 12B",
     "mistral3": "Ministral 3, Mistral Small 3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5 MoE",
 }
 #: what their files have in front of the language model's tensors, where its own files have `model.` → what
 #: they have in front of `lm_head.`; of three versions of transformers

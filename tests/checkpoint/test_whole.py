@@ -7,8 +7,15 @@ import torch
 from runs import interrupted, one_shot, prune, saved_bytes, saved_tensors
 from safetensors.torch import load_file, save_file
 from small_checkpoints import change_json
-from small_models import is_available, random_text, random_tokens, relative_error
-from small_whole import WHOLE, image_and_text, save_small_whole
+from small_models import (
+    is_available,
+    letter_tokenizer,
+    random_text,
+    random_tokens,
+    relative_error,
+    small_model,
+)
+from small_whole import WHOLE, hold_experts_together, image_and_text, save_small_whole, small_whole
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import drot
@@ -66,7 +73,8 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
     rotated = {name for name in beside(before) if before[name] != after[name]}
     writes = {name for name in before if any(part in name for part in PROJECTORS)}
     writes |= {name for name in before if "deepstack_merger_list" in name and "linear_fc2" in name}
-    assert rotated == (writes if mode != "none" and FAMILIES[WHOLE[model_type][0]].rotates_stream else set())
+    rotates = mode != "none" and FAMILIES[WHOLE[model_type][0].partition("-")[0]].rotates_stream
+    assert rotated == (writes if rotates else set())
     config = json.loads((source / "config.json").read_text())
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert found["vision_config"] == config["vision_config"]
@@ -84,6 +92,31 @@ def test_a_longer_context_is_that_of_the_whole_model(model_type, tmp_path):
     assert relative_error(loaded(tokens).logits, expected) < 1e-5
     plain = save_small_whole(tmp_path / "plain", model_type)
     assert relative_error(logits(plain, {"input_ids": tokens}), expected) > 0.01
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_experts_lie_together_or_each_by_itself_as_in_the_source(whole, tmp_path):
+    """Qwen3.5 MoE is published with the experts of a layer in one tensor, others with each by itself."""
+    model_type = "qwen3_5_moe" if whole else "qwen3_moe"
+    folders = [tmp_path / "apart", tmp_path / "together"]
+    for folder in folders:
+        model = small_whole(model_type) if whole else small_model(model_type, moe_intermediate_size=16)
+        model.save_pretrained(folder)
+        letter_tokenizer().save_pretrained(folder)
+    hold_experts_together(folders[1], model)
+    for folder in folders:
+        prune(folder, one_shot("layer"), out=tmp_path / f"{folder.name}-pruned")
+        convert(tmp_path / f"{folder.name}-pruned", tmp_path / f"{folder.name}-packed", "packed")
+        names = {name for name in saved_tensors(tmp_path / f"{folder.name}-pruned") if ".experts." in name}
+        wanted = {name for name in saved_tensors(folder) if ".experts." in name}
+        assert names - wanted == {name for name in names if "down_rotation" in name} and wanted <= names
+    tokens = random_tokens(1, 20, vocab=90)
+    for made in ("pruned", "packed"):
+        found = [drot.load(tmp_path / f"{folder.name}-{made}", device="cpu") for folder in folders]
+        assert torch.equal(found[0](tokens).logits, found[1](tokens).logits)
+    if not whole:  # transformers opens both forms
+        found = [AutoModelForCausalLM.from_pretrained(tmp_path / f"{one.name}-pruned") for one in folders]
+        assert torch.equal(found[0](tokens).logits, found[1](tokens).logits)
 
 
 @pytest.mark.parametrize("boundary", ["input", "residual"])

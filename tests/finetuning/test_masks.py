@@ -38,7 +38,7 @@ def test_only_lora_is_trained_and_in_fp32():
     assert sum(isinstance(module, MaskedLora) for module in adapted.modules()) == 7 * 3
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid", "hyperclovax"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid-dense", "hyperclovax"])
 def test_all_layers_of_a_hybrid_are_trained(family):
     """Also the linears of linear attention, of convolutions and of Mamba, and all norms by `full`."""
     model = pruned_model(family)

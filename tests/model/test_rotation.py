@@ -224,11 +224,7 @@ def test_a_kind_of_opt_that_no_rotation_fits_is_refused():
 
 @pytest.mark.parametrize(
     ("entry", "value", "wanted"),
-    [
-        ("hidden_size_per_layer_input", 8, 0),
-        ("num_kv_shared_layers", 1, 0),
-        ("enable_moe_block", True, False),
-    ],
+    [("hidden_size_per_layer_input", 8, 0), ("num_kv_shared_layers", 1, 0)],
 )
 def test_a_kind_of_gemma_4_that_drot_lacks_is_refused(entry, value, wanted):
     model = small_model("gemma4_text")
