@@ -4,128 +4,17 @@ from dataclasses import replace
 
 from drot.model.attentions import hybrid, latent, with_delta_attention, with_gate
 from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, with_mamba, with_short_convolutions
-from drot.model.dense import GEMMA4, LLAMA, between_norms, inside, with_norms, with_paths
-from drot.model.family import Family, InputGroup, LinearSpec
-from drot.model.sizes import Width
-
-
-def files_of_experts(mlp: str, gate: str, up: str, down: str) -> tuple[tuple[str, str], ...]:
-    """The `expert_files` of a family whose files have these names for the linears of an expert."""
-    names = zip(("gate_proj", "up_proj", "down_proj"), (gate, up, down), strict=True)
-    return tuple((part, f"{mlp}.experts.{{}}.{name}.weight") for part, name in names)
-
-
-#: Experts in place of the MLP. Each has its own blocks of R3.
-MIXTURE = replace(
-    LLAMA,
-    experts="mlp.experts",
-    router="mlp.gate",
-    groups=(
-        *LLAMA.groups[:2],
-        InputGroup(
-            name="mlp",
-            norm="post_attention_layernorm",
-            linears=(
-                LinearSpec("mlp.experts.gate_up_proj", ("expert", "hidden"), input="r1", part="gate_proj"),
-                LinearSpec("mlp.experts.gate_up_proj", ("expert", "hidden"), input="r1", part="up_proj"),
-            ),
-            routed=True,
-        ),
-        InputGroup(
-            name="down",
-            linears=(
-                LinearSpec(
-                    "mlp.experts.down_proj", ("hidden", "expert"), input="r3", output="r1", part="down_proj"
-                ),
-            ),
-            routed=True,
-        ),
-    ),
-    kinds=(("dense", LLAMA),),
-    expert_files=files_of_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+from drot.model.dense import GEMMA4, LLAMA, between_norms
+from drot.model.expert_layers import (
+    MIXTURE,
+    files_of_experts,
+    with_dense_layers,
+    with_experts_beside,
+    with_indexer,
+    with_mlp_at,
+    with_shared_experts,
+    with_shared_mlp,
 )
-
-
-def with_shared_experts(
-    family: Family, path: str, gate: str | None = None, width: Width = "shared"
-) -> Family:
-    """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
-    with `target="dense"` their outputs make up for the errors of the others.
-
-    gate: the module whose sigmoid multiplies their outputs. width: of their outputs of gate and up.
-    """
-    mlp = InputGroup(
-        name="shared",
-        norm="post_attention_layernorm",
-        linears=(
-            LinearSpec(f"{path}.gate_proj", (width, "hidden"), input="r1"),
-            LinearSpec(f"{path}.up_proj", (width, "hidden"), input="r1"),
-        ),
-    )
-    down = LinearSpec(f"{path}.down_proj", ("hidden", width), input="r3", output="r1")
-    shared = InputGroup(name="shared_down", linears=(down,), weighted=gate is not None)
-    unpruned = () if gate is None else ((gate, "post_attention_layernorm"),)
-    return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
-
-
-def with_indexer(family: Family, *, returned: bool = False) -> Family:
-    """The family with latent attention to those tokens alone that an indexer in each layer chooses.
-
-    R1 rotates the linears of the indexer that read the stream, which are never pruned. Another one reads the
-    latent of the queries, which nothing rotates.
-
-    returned: as `returns_choice` of a family.
-    """
-    readers = ("self_attn.indexer.wk", "self_attn.indexer.weights_proj")
-    return replace(
-        family,
-        untouched=(*family.untouched, "self_attn.indexer.wq_b", "self_attn.indexer.k_norm"),
-        unpruned=(*family.unpruned, *((path, "input_layernorm") for path in readers)),
-        kinds=tuple((kind, with_indexer(one, returned=returned)) for kind, one in family.kinds),
-        returns_choice=returned,
-    )
-
-
-def with_mlp_at(family: Family, mlp: str) -> Family:
-    """The mixture with another name of the module around the experts, which all its layers have."""
-
-    def moved(path: str) -> str:
-        return mlp + path.removeprefix("mlp") if path.startswith("mlp.") else path
-
-    def group_at(group: InputGroup) -> InputGroup:
-        linears = (replace(linear, path=moved(linear.path)) for linear in group.linears)
-        return replace(group, linears=tuple(linears))
-
-    assert family.experts is not None and family.router is not None
-    return replace(
-        family,
-        mlp=mlp,
-        experts=moved(family.experts),
-        router=moved(family.router),
-        groups=tuple(map(group_at, family.groups)),
-        kinds=(),
-    )
-
-
-def with_dense_layers(family: Family, dense: Family) -> Family:
-    """The mixture some of whose layers, of each of its kinds, are those of `dense`."""
-    kinds = (("dense", dense), *((f"{kind} dense", one) for kind, one in dense.kinds))
-    return replace(family, kinds=(*family.kinds, *kinds))
-
-
-def with_shared_mlp(family: Family) -> Family:
-    """The mixture of Granite with an MLP beside its experts that reads all tokens, pruned after them."""
-    gate, up = (
-        LinearSpec("shared_mlp.input_linear", ("shared", "hidden"), input="r1", part=part)
-        for part in ("gate_proj", "up_proj")
-    )
-    down = LinearSpec("shared_mlp.output_linear", ("hidden", "shared"), input="r3", output="r1")
-    shared = (
-        InputGroup(name="shared", norm="post_attention_layernorm", linears=(gate, up)),
-        InputGroup(name="shared_down", linears=(down,)),
-    )
-    return replace(family, groups=(*family.groups, *shared), beside="shared_mlp", activation="activation")
-
 
 #: A mixture with shared experts without a gate.
 SHARED = with_shared_experts(MIXTURE, "mlp.shared_experts")
@@ -148,28 +37,6 @@ GRANITE_MOE = replace(
     ),
     needs="GroupWeightRename",  # an older transformers has other modules
 )
-
-
-def with_experts_beside(family: Family) -> Family:
-    """Gemma 4, also its layers of other kinds, with experts beside the MLP, which are pruned before it.
-
-    They and their router read the stream, each by a norm of its own.
-    """
-    paths = {f"mlp.experts.{name}": f"experts.{name}" for name in ("gate_up_proj", "down_proj")}
-    experts = with_norms(inside(with_paths(MIXTURE, paths)), None, "pre_feedforward_layernorm_2").groups[2:]
-    return replace(
-        family,
-        experts="experts",
-        experts_beside=(
-            "router",
-            "pre_feedforward_layernorm_2",
-            "post_feedforward_layernorm_1",
-            "post_feedforward_layernorm_2",
-        ),
-        groups=(*family.groups[:2], *experts, *family.groups[2:]),
-        kinds=tuple((kind, with_experts_beside(one)) for kind, one in family.kinds),
-    )
-
 
 #: `model_type` of a config.json → family
 MIXTURES = {
