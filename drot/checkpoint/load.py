@@ -66,7 +66,7 @@ def load(
         effect.
     verify: whether to compare the weights and config.json with their hashes in drot.json.
     """
-    is_a("device", device, str, torch.device)
+    is_a("compress", compress, bool, or_none=True)
     target = pick_device(device)
     model = load_model(path, dtype, verify=verify)
     packed = is_packed(model)
@@ -99,6 +99,7 @@ def load_model(
     """
     is_a("model", path, str, Path)
     is_a("dtype", dtype, str, torch.dtype)
+    is_a("verify", verify, bool)
     if dtype != "auto":
         dtype = parse_dtype(dtype)
     config = load_config(path)

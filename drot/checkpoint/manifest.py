@@ -28,7 +28,7 @@ from drot.checkpoint.records import (
     Versions,
 )
 from drot.config.recipe_file import MANIFEST
-from drot.core.checks import path_exists, shortened
+from drot.core.checks import is_a, path_exists, shortened
 from drot.core.errors import UserError
 from drot.core.files import write_json
 from drot.core.hashes import DIGEST, digest_fits, with_digest
@@ -172,6 +172,7 @@ def read_any_manifest(folder: Path | str) -> CheckpointManifest:
     Raises UserError if drot.json is missing, or lacks an entry, or holds a wrong one. Logs a warning if its
     digest does not fit its content.
     """
+    is_a("folder", folder, str, Path)
     file = Path(folder) / MANIFEST
     if not path_exists(file):
         unfinished = next((each for each in (folder, f"{folder}.partial") if _is_partial(each)), None)

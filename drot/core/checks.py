@@ -21,7 +21,9 @@ def is_a(name: str, value: object, *types: type, or_none: bool = False) -> None:
     ):
         return
     expected = " or ".join([*(kind.__name__ for kind in types), *(["None"] if or_none else [])])
-    raise UserError(f"`{name}` must be a {expected}; got {shortened(value)}, a {type(value).__name__}")
+    article = "an" if expected[0] in "aeiou" else "a"
+    got = f"got {shortened(value)}, a {type(value).__name__}"
+    raise UserError(f"`{name}` must be {article} {expected}; {got}")
 
 
 def is_callable(name: str, value: object, *, or_none: bool = False) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
@@ -43,11 +44,15 @@ def check_arguments(
             f"name either a checkpoint or a `shape`; got {'neither' if model is None else 'both'}"
         )
     for name, sizes, largest in (("tokens", tokens, LARGEST_TOKENS), ("batches", batches, LARGEST_BATCH)):
+        is_a(name, sizes, list, tuple, or_none=True)
+        for size in sizes or ():
+            is_a(name, size, int)
         if sizes is not None and (not sizes or min(sizes) < 1):
             got = ", ".join(map(str, sizes)) or "none"
             raise UserError(f"`{name}` must be whole numbers above 0; got {got}")
         if sizes is not None and max(sizes) > largest:
             raise UserError(f"`{name}` must be at most {largest}; got {max(sizes)}")
+    is_a("repeats", repeats, int)
     if repeats < 1:
         raise UserError(f"`repeats` must be at least 1; got {repeats}")
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from drot.checkpoint.load import load
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import dense_linears_of, drot_config_of
+from drot.core.checks import is_a
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.version import __version__
 from drot.evaluation.cases import (
@@ -101,6 +102,7 @@ def measure_speed(
         progress: receives the event `measure` after each case.
     """
     check_arguments(model, shape, tokens, batches, repeats)
+    is_a("compile", compile, bool)
     target = pick_device(device)
     config = load_config(model) if model is not None else shape_config(str(shape))
     if tokens is None and batches is None:

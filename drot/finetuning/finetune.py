@@ -111,7 +111,6 @@ def finetune(
     is_a("config", config, FinetuneConfig, or_none=True)
     is_a("out", out, str, Path, or_none=True)
     is_a("tokens", tokens, Tensor, or_none=True)
-    is_a("device", device, str, torch.device)
     if not hasattr(tokenizer, "save_pretrained"):  # `tokens` need no more of a tokenizer
         is_callable("tokenizer", tokenizer, or_none=True)
     is_callable("progress", progress)

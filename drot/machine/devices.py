@@ -8,6 +8,7 @@ import re
 import torch
 
 from drot._C import build_info
+from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.version import BUILD_COMMAND
 
@@ -24,11 +25,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def parse_dtype(name: str | torch.dtype, field: str = "dtype") -> torch.dtype:
-    """The torch dtype named `float32`, `bfloat16` or `float16`; a dtype as it is.
+    """The torch dtype named `float32`, `bfloat16` or `float16`; one of these, or torch.float64, as it is.
 
-    Raises UserError for another name. field: the argument that holds `name`, for the error message.
+    Raises UserError for another. field: the argument that holds `name`, for the error message.
     """
-    if isinstance(name, torch.dtype) and name.is_floating_point:
+    if name in (*DTYPES.values(), torch.float64):
         return name
     if name not in DTYPES:
         raise UserError(f"`{field}` must be auto or one of {', '.join(DTYPES)}; got {name!r}")
@@ -104,6 +105,7 @@ def pick_device(name: str | torch.device, *, kernels: bool = False) -> torch.dev
     Raises UserError for another name, for a GPU that torch does not find, and for a GPU for which drot was
     not built, or, with `kernels`, has none (`check_gpu`).
     """
+    is_a("device", name, str, torch.device)
     kind = GPU_TYPES[0]
     gpu = torch.get_device_module(kind)
     gpus = gpu.device_count() if gpu.is_available() else 0

@@ -16,7 +16,7 @@ from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.resume import IDENTITY
 from drot.checkpoint.size import size_text
 from drot.config import ResolvedRecipe
-from drot.core.checks import path_exists
+from drot.core.checks import is_a, path_exists
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable, new_file, writing
@@ -71,6 +71,9 @@ def sample(
     seqlen: tokens of a sequence, at most those that the model reads.
     progress: receives the event `sample` after each token of a batch of sequences.
     """
+    is_a("out", out, str, Path)
+    for name, value in (("tokens", tokens), ("seqlen", seqlen), ("seed", seed)):
+        is_a(name, value, int)
     out = Path(out)
     for name, value, least in (("tokens", tokens, 1), ("seqlen", seqlen, 2)):
         if value < least:

@@ -142,7 +142,6 @@ def prepare(
     ranks: those that share the work. Rank 0 reads the text and shows the progress.
     """
     is_a("model", model, str, Path, PreTrainedModel)
-    is_a("device", device, str, torch.device)
     if not hasattr(tokenizer, "save_pretrained"):  # token ids need no more of a tokenizer
         is_callable("tokenizer", tokenizer, or_none=True)
     is_callable("progress", progress)

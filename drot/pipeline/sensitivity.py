@@ -108,6 +108,7 @@ def sensitivity(
         progress: the callback for ProgressEvents.
     """
     is_a("recipe", recipe, Recipe, or_none=True)
+    is_a("rotations", rotations, str, Path, or_none=True)
     recipe = with_given_r3(recipe or Recipe(), rotations)
     if recipe.rotation.mode == "layer" and rotations is None:
         recipe = recipe.replace(hessians="dense")

@@ -148,9 +148,11 @@ class Run:
         return found
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: str | Path) -> Run:
     """The run in `folder`. Raises UserError for a folder that is no checkpoint of drot."""
-    return Run(folder.resolve().name, read_manifest(folder), load_importance_maps(folder))
+    manifest = read_manifest(folder)
+    folder = Path(folder)
+    return Run(folder.resolve().name, manifest, load_importance_maps(folder))
 
 
 # ---- what the pruning cost, by the evaluations --------------------------------------------------------

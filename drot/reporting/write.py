@@ -57,7 +57,7 @@ def report(
     """
     if not installed():
         raise UserError(f"a report needs the package matplotlib: pip install '{PACKAGE}'")
-    run = read_run(Path(folder))
+    run = read_run(folder)
     out = Path(folder) / REPORT if out is None else Path(out)
     if out.is_dir():
         raise UserError(f"`out` must be a file, got the folder {out}: name a file in it ({out}/{REPORT})")
