@@ -98,11 +98,6 @@ class CalibrationStream:
         copy.empty = empty
         return copy
 
-    def on(self, device: torch.device, dtype: torch.dtype) -> "CalibrationStream":
-        """A stream with a copy of the hidden states on `device`, in `dtype`."""
-        hidden_states = self.hidden_states.to(device, dtype, copy=True)
-        return CalibrationStream(hidden_states, self.layer_kwargs, device, ranks=self.ranks)
-
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""
         hidden_states = empty_on_host(self.hidden_states.shape, self.hidden_states.dtype, self.device)
