@@ -114,7 +114,7 @@ def measure(folder, *names, **options):
         (dict(models=[]), "`models` must name one model at least"),
         (dict(ppl="a.txt"), "`ppl` must be a list or tuple"),
         (dict(tasks="own"), "`tasks` must be a list or tuple"),
-        (dict(seqlen="512"), "`seqlen` must be a int"),
+        (dict(seqlen="512"), "`seqlen` must be an int"),
     ],
 )
 def test_wrong_arguments_from_python(options, message):
