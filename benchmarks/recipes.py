@@ -3,7 +3,6 @@
 from typing import Any
 
 from drot.config import ONE_SHOT, QUALITIES, Recipe, RotationConfig, resolve
-from drot.config.recipe import DISTILL_EPOCHS
 from drot.config.rotation import POINTS
 
 METHODS = [
@@ -28,16 +27,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "keep down_proj": dict(keep=("down_proj",)),
     "down_proj=4:8": dict(sparsity_of=("down_proj=4:8",)),
 }
-#: trains all layers together once on three times the text of `best`, which is passed three times
-ONE_PASS = "full, best, one pass"
-#: name → sequences for the training of all layers together, as a multiple of those of the calibration
-DISTILL_SHARES = {ONE_PASS: 3}
 #: the end of a name → how tokens and outputs count
 WEIGHTS: dict[str, dict[str, str]] = {
     "": {},
     ", equal outputs": EQUAL_OUTPUTS,
     ", equal tokens": {"token_weights": "equal"},
 }
+#: The training of all layers together as it was when `equal outputs` was the default: three passes over as
+#: many sequences as the calibration has.
+THREE_PASSES = 3
+
+
+def earlier(recipe: Recipe) -> Recipe:
+    """The recipe with THREE_PASSES in its training of all layers together, if it has such a training."""
+    return recipe.replace(distill_epochs=THREE_PASSES) if recipe.recovery.distill_epochs else recipe
 
 
 def of_point(point: str, quality: str, **fields: Any) -> Recipe:
@@ -58,7 +61,9 @@ RECIPES: dict[str, Recipe] = {
         rotation=RotationConfig(mode="none"), pruning=resolve(BALANCED).pruning
     ),
     **{
-        f"{point}, {quality}{name}": of_point(point, quality, **weights)
+        f"{point}, {quality}{name}": earlier(of_point(point, quality, **weights))
+        if weights is EQUAL_OUTPUTS
+        else of_point(point, quality, **weights)
         for name, weights in WEIGHTS.items()
         for point in POINTS
         for quality in QUALITIES
@@ -74,13 +79,15 @@ RECIPES: dict[str, Recipe] = {
         for quality in ("fast", "balanced")
     },
     # `best` trains all layers together; it can follow on `fast` too, or on a training of each layer alone
-    "full, fast, distilled": of_point("full", "fast", distill_epochs=DISTILL_EPOCHS),
-    ONE_PASS: of_point("full", "best", distill_epochs=1),
+    "full, fast, distilled": of_point("full", "fast", distill_epochs=THREE_PASSES),
+    "full, best, three passes": earlier(of_point("full", "best")),
     **{f"full, {quality}, recovered": of_point("full", quality, recover="block") for quality in QUALITIES},
     "full, balanced, no R3": BALANCED.replace(down_rotation="none"),
     # half of today's steps, and the outputs as they counted before they were weighted
     **{
-        f"{point}, {quality}, equal outputs, 100 steps": of_point(point, quality, steps=100, **EQUAL_OUTPUTS)
+        f"{point}, {quality}, equal outputs, 100 steps": earlier(
+            of_point(point, quality, steps=100, **EQUAL_OUTPUTS)
+        )
         for point in POINTS
         for quality in ("balanced", "best")
     },

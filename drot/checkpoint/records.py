@@ -157,12 +157,14 @@ class DistillationRecord(Entries):
 
     kl_before, kl_after: mean KL(dense ‖ pruned) of the next token on held-out sequences, in nats; None if the
         training was left out, or if it is not finite.
+    passes: how often the training read its sequences.
     trained: whether the trained weights were kept. They are unless that KL rises by more than 5 %.
     left_out: why there was no training.
     """
 
     kl_before: float | None = None
     kl_after: float | None = None
+    passes: int = 0
     trained: bool = False
     left_out: str | None = None
 

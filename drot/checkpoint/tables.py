@@ -271,7 +271,8 @@ def _kept_weights_line(recipe: Recipe) -> str:
             f"recovered by block, up to {recovery.recover_epochs} epochs, lr {recovery.recover_lr:g}"
         )
     if epochs := recovery.distill_epochs:
-        parts.append(f"trained together for {epochs} epochs, lr {recovery.distill_lr:g}")
+        times = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+        parts.append(f"trained together for {times}, lr {recovery.distill_lr:g}")
     return ", ".join(parts)
 
 

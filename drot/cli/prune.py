@@ -114,7 +114,7 @@ def prune(
         quality [fast|balanced|best]: How much to compute: fast solves for the kept weights; balanced also
             moves the mask, towards the dense model; best also trains the kept weights of all layers together.
             It sets --solve, --target, --recover and --distill-epochs. fast: pcg, self, none, 0. balanced:
-            admm, dense, none, 0. best: admm, dense, none, 3. fast also sets --steps to 50, and to 100 with
+            admm, dense, none, 0. best: admm, dense, none, 1. fast also sets --steps to 50, and to 100 with
             stock and light. Default: balanced.
     Pruning:
     Recovery:

@@ -141,11 +141,11 @@ class RecoveryConfig:
     """Sequences in one step."""
     distill_epochs: int = Field(default=0, ge=0)
     """Passes that train the kept weights of all layers together, after the pruning, towards the next tokens
-    of the dense model, on further sequences of the calibration text; 0: none. Left out where the memory does
-    not suffice.
+    of the dense model, on further sequences of the calibration text; 0: none. Up to three times as many if
+    the text has fewer sequences than that. Left out where the memory does not suffice.
     """
     distill_nsamples: int | None = Field(default=None, ge=0)
-    """Sequences of that training, which the pruning has not read. Default, and 0: as many as `nsamples`."""
+    """Sequences of that training, which the pruning has not read. Default, and 0: three times `nsamples`."""
     distill_lr: float = Field(default=5e-4, gt=0)
     """Largest learning rate of that training, as a share of a matrix's root mean square."""
     distill_batch: int = Field(default=2, ge=1)

@@ -20,7 +20,9 @@ WeightFormat = Literal["dense", "packed"]
 #: the fields of a pruning by a method alone, as it was published
 ONE_SHOT = {"solve": "none", "target": "self", "recover": "none", "distill_epochs": 0}
 #: passes of `best` over further sequences of the text, which train all layers together
-DISTILL_EPOCHS = 3
+DISTILL_EPOCHS = 1
+#: how many of these sequences there are for each of the calibration
+DISTILL_TEXT = 3
 #: Quality → the fields that it sets. docs/choose.md says what each costs and gives.
 QUALITIES: dict[str, dict[str, Any]] = {
     "fast": ONE_SHOT | {"solve": "pcg"},

@@ -15,7 +15,7 @@ from drot.config.pruning import (
     Target,
     TokenWeights,
 )
-from drot.config.recipe import ONE_SHOT, QUALITIES, Recipe, WeightFormat
+from drot.config.recipe import DISTILL_TEXT, ONE_SHOT, QUALITIES, Recipe, WeightFormat
 from drot.config.rotation import (
     DOWN_BLOCK,
     FAST_ENTROPY_LR,
@@ -238,7 +238,7 @@ def _pruning(wishes: PruningConfig, published: bool) -> ResolvedPruning:
 
 def _recovery(wishes: RecoveryConfig, nsamples: int, given: int | None) -> ResolvedRecovery:
     """given: the sequences of token ids for the training of all layers; None draws them from a text."""
-    drawn = (wishes.distill_nsamples or nsamples) if given is None else given
+    drawn = (wishes.distill_nsamples or DISTILL_TEXT * nsamples) if given is None else given
     epochs = wishes.distill_epochs if drawn else 0
     chosen = {"distill_epochs": epochs, "distill_nsamples": drawn if epochs else 0}
     return ResolvedRecovery(**values_of(wishes) | chosen)

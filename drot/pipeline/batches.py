@@ -12,6 +12,8 @@ from drot.machine.ranks import ALONE, Ranks
 
 #: share of the calibration sequences that a training does not see, at least one sequence
 HELD_OUT_SHARE = 1 / 8
+#: how often a training reads the sequences of a text that is too short for it
+MOST_REPEATS = 3
 #: share of the steps in which the learning rate rises to its full value; it then falls as a half cosine
 WARM_UP = 0.05
 
@@ -31,6 +33,14 @@ def check_sequences(count: int, field: str, nsamples: str = "nsamples", ranks: R
 
 def held_out_sequences(nsamples: int, share: float = HELD_OUT_SHARE) -> int:
     return max(1, int(nsamples * share))
+
+
+def repeats(wanted: int, found: int) -> int:
+    """How often a training reads the `found` sequences of a text that has fewer than are `wanted`.
+
+    Not more than MOST_REPEATS times: it would learn them by heart.
+    """
+    return min(MOST_REPEATS, max(1, round(wanted / found)))
 
 
 def schedule(step: int, steps: int) -> float:

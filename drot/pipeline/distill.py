@@ -31,7 +31,7 @@ from drot.machine.ranks import CPU
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
 from drot.model.stored import load_stored, stored_tensors
-from drot.pipeline.batches import Batches, schedule
+from drot.pipeline.batches import Batches, repeats, schedule
 from drot.pipeline.context import RunContext
 from drot.pipeline.kept_weights import KeptWeights
 from drot.pipeline.memory import distillation_memory
@@ -249,10 +249,11 @@ def _train(
 
     weights = KeptWeights(layers, ranks)
     batches = Batches(len(inputs.hidden_states), settings.distill_batch, ranks, seed=0, share=HELD_OUT_SHARE)
-    steps = settings.distill_epochs * batches.steps
+    passes = _passes(run)
+    steps = passes * batches.steps
     before, step, diverged = held_out(), 0, False
     with weights.running():
-        for _ in range(settings.distill_epochs):
+        for _ in range(passes):
             total = 0.0
             for batch, own, _ in batches.epoch():
                 weights.rate = settings.distill_lr * schedule(step, steps)
@@ -277,7 +278,14 @@ def _train(
             "weights stay as they were pruned. A lower `distill_lr` may help", before, after,
         )  # fmt: skip
     kl_before, kl_after = (value if math.isfinite(value) else None for value in (before, after))
-    return DistillationRecord(kl_before=kl_before, kl_after=kl_after, trained=helps)
+    return DistillationRecord(kl_before=kl_before, kl_after=kl_after, passes=passes, trained=helps)
+
+
+def _passes(run: RunContext) -> int:
+    """How often the training reads its sequences."""
+    assert run.distill_tokens is not None
+    settings = run.recipe.recovery
+    return settings.distill_epochs * repeats(settings.distill_nsamples, len(run.distill_tokens))
 
 
 def divergence(

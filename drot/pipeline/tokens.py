@@ -18,7 +18,7 @@ from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress
 from drot.machine.ranks import Ranks
-from drot.pipeline.batches import held_out_sequences
+from drot.pipeline.batches import held_out_sequences, repeats
 from drot.pipeline.own_text import write_own_text
 from drot.pipeline.validation import check_each_has_a_sequence, check_seqlen, check_tokens
 from drot.text.further import load_further
@@ -45,9 +45,13 @@ def trainable(count: int, wanted: int, ranks: int = 1) -> int:
     """
     enough = count - held_out_sequences(count) >= ranks
     if count < wanted:
+        outcome = ", which is left out"
+        if enough:
+            times = repeats(wanted, count)
+            outcome = f", which reads each {times} times as often" if times > 1 else ""
         logger.warning(
             "beside the calibration the text has %d of %d sequences for the training of all layers%s",
-            count, wanted, "" if enough else ", which is left out",
+            count, wanted, outcome,
         )  # fmt: skip
     return count if enough else 0
 

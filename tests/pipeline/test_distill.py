@@ -110,12 +110,13 @@ def test_the_steps_are_those_of_adam_on_the_kl_of_the_whole_model(keeps):
                 group["lr"] = QUICK["distill_lr"] * scale * schedule(step, steps)
             adam.step()
             step += 1
-    run = RunContext(pruned, resolve(recipe()), TOKENS, torch.device("cpu"), silent, distill_tokens=FURTHER)
+    chosen = resolve(recipe(), tokens=tuple(TOKENS.shape), distillation=len(FURTHER))
+    run = RunContext(pruned, chosen, TOKENS, torch.device("cpu"), silent, distill_tokens=FURTHER)
     stream = CalibrationStream.embed(DecoderModel(dense), FURTHER, run.device)
     for layer in DecoderModel(dense).layers:
         stream.advance(layer)
     record = module._train(run, stream, None, keeps=keeps)
-    assert record.trained and record.kl_after < record.kl_before
+    assert record.trained and record.kl_after < record.kl_before and record.passes == QUICK["distill_epochs"]
     for name, value in pruned.named_parameters():
         if name in kept:
             torch.testing.assert_close(value[kept[name]], vectors[name].detach(), rtol=1e-7, atol=1e-9)
@@ -306,10 +307,11 @@ def test_of_a_text_it_takes_other_sequences(count, tmp_path, monkeypatch):
     chosen = recipe(nsamples=4, seqlen=24, source=CALIBRATION.source, distill_nsamples=count)
     manifest = drot.prune(model, chosen, device="cpu").manifest
     (run,) = seen
-    assert run.tokens.shape == (4, 24) and run.distill_tokens.shape == (count or 4, 24)
+    assert run.tokens.shape == (4, 24) and run.distill_tokens.shape == (count or 12, 24)
     rows = {tuple(row.tolist()) for row in (*run.tokens, *run.distill_tokens)}
-    assert len(rows) == 4 + (count or 4)
-    assert manifest.recipe.recovery.distill_nsamples == (count or 4)
+    assert len(rows) == 4 + (count or 12)
+    assert manifest.recipe.recovery.distill_nsamples == (count or 12)
+    assert manifest.distillation.passes == QUICK["distill_epochs"]
 
 
 def test_a_repeated_run_of_a_short_text_draws_the_same_sequences(tmp_path, caplog):
@@ -318,11 +320,13 @@ def test_a_repeated_run_of_a_short_text_draws_the_same_sequences(tmp_path, caplo
     (tmp_path / "text.txt").write_text(random_text(330))
     chosen = recipe(nsamples=12, seqlen=24, source=str(tmp_path / "text.txt"))
     first = drot.prune(model, chosen, out=tmp_path / "first", device="cpu").manifest
-    assert "of 12 sequences for the training of all layers" in caplog.text
-    assert first.recipe.recovery.distill_nsamples == 12 and first.distillation.trained is not None
+    assert "of 36 sequences for the training of all layers, which reads each 3 times as often" in caplog.text
+    assert first.recipe.recovery.distill_nsamples == 36 and first.distillation.trained is not None
+    assert first.distillation.passes == 3 * QUICK["distill_epochs"]
     repeated = Recipe.from_file(tmp_path / "first")
     again = drot.prune(model, repeated, out=tmp_path / "again", device="cpu").manifest
     assert again.identity["distillation"] == first.identity["distillation"]
+    assert again.distillation == first.distillation
     first_tensors, tensors = (saved_tensors(tmp_path / name) for name in ("first", "again"))
     assert_same_weights(tensors, first_tensors)
 

@@ -101,7 +101,7 @@ def test_a_text_with_too_little_for_the_training_of_all_layers(inputs, tmp_path,
     (tmp_path / "short.txt").write_text(random_text(30))
     cells = f"cells: [{{distill_epochs: 1, source: {tmp_path}/short.txt}}]\n"
     found = sweep(grid_file(inputs, tmp_path, cells), model=str(inputs / "model"), out=tmp_path / "out")
-    assert "of 3 sequences for the training of all layers, which is left out" in caplog.text
+    assert "of 9 sequences for the training of all layers, which is left out" in caplog.text
     (record,) = (json.loads(file.read_text()) for file in (tmp_path / "out" / "cells").iterdir())
     assert record["recipe"]["recovery"]["distill_epochs"] == 0 and len(lines_of(found.csv)) == 1
 
