@@ -9,7 +9,7 @@ from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transfor
 from drot.checkpoint.quantization_config import QUANT_METHOD, quantised_by, quantization_config_of
 from drot.config.recipe_file import MANIFEST
 from drot.core.errors import UserError
-from drot.model.families import FAMILIES
+from drot.model.families import FAMILIES, declared
 from drot.model.family import by_module
 from drot.model.unknown import compare
 from drot.model.whole import language_config
@@ -37,7 +37,7 @@ def describe_model(name: str) -> dict[str, Any]:
     if method := quantised_by(config):
         found["quantised"] = method
     if found["supported"]:
-        family = FAMILIES[config.model_type]
+        family = declared(config)
         found["models"] = family.models
         found["rotations"] = [rotation for rotation in ("r1", "r2", "r3") if family.takes(rotation)]
         modules = by_module(family.linears)

@@ -126,7 +126,7 @@ class DrotModel(Mixin):
         # what lies in folders, as the checkpoints of a training do, is of other models
         own = [name for name in files_in(folder) if "/" not in name or name.endswith(".jinja")]
         manifest.files = folder_records(folder, [name for name in own if name != MANIFEST])
-        recount(folder, DecoderModel(self), manifest, kept)
+        recount(folder, self, manifest, kept)
         if not (folder / CARD).exists() and before:
             (folder / CARD).write_text(before, encoding="utf-8")
         save_card(folder, manifest, name, tags)
@@ -280,7 +280,8 @@ class DrotQuantizer(HfQuantizer):
         if not hasattr(model, "lm_head" if self.whole else model.base_model_prefix):
             raise UserError(
                 f"a checkpoint that drot wrote must be opened with its language model head, "
-                f"got {type(model).__name__}: use AutoModelForCausalLM"
+                f"got {type(model).__name__}: use "
+                + ("AutoModelForImageTextToText" if self.whole else "AutoModelForCausalLM")
             )
         text = _language_model(model)
         expect_stored(text, self.quantization_config)

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -13,32 +14,32 @@ from torch import Tensor
 from drot.checkpoint.integrity import WEIGHTS
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
 from drot.checkpoint.shards import shard_bytes, shard_names
-from drot.checkpoint.source import weight_files
+from drot.checkpoint.source import read_headers, weight_files
 from drot.core.hashes import FileRecord
 from drot.model.decoder import DecoderModel
+from drot.model.families import family_of
 from drot.model.family import Family
 from drot.model.linear import Linear
-from drot.model.stored import packed_name, stored_name
+from drot.model.stored import follow_files, packed_name, stored_name
 
 logger = logging.getLogger("drot")
 
 
-def recount(
-    folder: Path, model: DecoderModel, manifest: CheckpointManifest, before: CheckpointManifest
-) -> None:
+def recount(folder: Path, model: Any, manifest: CheckpointManifest, before: CheckpointManifest) -> None:
     """Corrects `manifest`, in place, if the weights saved in `folder` are not those of `before`.
 
     The zeros are counted in the files, and the evaluations, which measured other weights, are dropped. A
     warning says so. Nothing changes while the weights are those that `before` records, in whichever files.
 
-    model: the model that was saved.
+    model: the model that was saved, of transformers.
     manifest: its `files` are those in `folder`.
     before: the manifest with which the model was loaded.
     """
     old, new = ({n: r for n, r in m.files.items() if WEIGHTS.fullmatch(n)} for m in (before, manifest))
-    if old == new or _same_in_shards(folder, model.family, old):
+    if old == new or _same_in_shards(folder, family_of(model.config), old):
         return
-    zeros, weights = _count(folder, model)
+    follow_files(model, read_headers(weight_files(folder)))  # transformers may hold experts otherwise
+    zeros, weights = _count(folder, DecoderModel(model))
     manifest.sparsity = sum(zeros.values()) / max(1, sum(weights.values()))
     manifest.evaluations, manifest.saved_again = [], True
     for layer in manifest.layers if isinstance(manifest, Manifest) else ():
@@ -101,7 +102,7 @@ def _count(
                         rows = linear.of_packed(tensor)
                         left_out = rows.numel()  # zeros, as many as values
                     else:
-                        alone = linear.spec.expert is not None and not linear.spec.transposed
+                        alone = linear.spec.expert is not None and tensor.dim() == 2
                         rows, left_out = tensor if alone else linear.of_all(tensor), 0
                     zeros[index, linear.name] = int((rows == 0).sum()) + left_out
                     weights[index, linear.name] = rows.numel() + left_out

@@ -108,7 +108,13 @@ def evaluate(
     """
     for name, given in (("models", models), ("ppl", ppl), ("tasks", tasks)):
         is_a(name, given, list, tuple)
+    for task in tasks:
+        is_a("tasks", task, str)
     is_a("seqlen", seqlen, int, or_none=True)
+    is_a("against", against, str, Path, or_none=True)
+    is_a("dtype", dtype, str, torch.dtype)
+    is_a("stream", stream, bool)
+    is_a("record", record, bool)
     if not models:
         raise UserError("`models` must name one model at least; got none")
     is_callable("progress", progress)

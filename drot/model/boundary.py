@@ -17,6 +17,8 @@ its original basis, and the place `inside` spends the same two products on the i
 |----------|---------------|--------------------------------------------------------------------------------|
 | inside   | l             | r = h + n₂(attention(n₁(h) Q)), y = r + n₄(MLP(n₃(r) Q)), with the norms n     |
 
+Gemma 4 has experts beside the MLP, which read n₅(r) Q.
+
 Cohere's MLP reads what its attention reads: y = r Q + MLP(n(h)), with r as before. The two blocks have one
 norm, which is renamed below if either of them holds a rotation.
 

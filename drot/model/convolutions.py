@@ -88,9 +88,8 @@ def with_mamba(family: Family) -> Family:
 
 #: Granite 4.0 without experts: its MLP has the name of what reads all tokens beside experts.
 GRANITE4 = replace(
-    with_paths(
-        GRANITE.with_fused("shared_mlp.input_linear", ("gate_proj", "up_proj")),
-        {"mlp.down_proj": "shared_mlp.output_linear"},
+    GRANITE.with_fused("shared_mlp.input_linear", ("gate_proj", "up_proj")).with_fused(
+        "shared_mlp.output_linear", ("down_proj",)
     ),
     mlp="shared_mlp",
     activation="activation",

@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.model.families import FAMILIES
+
 
 def stored_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the parameter or buffer `name` of a transformers model of `dtype`, in memory and in files.
 
     It is fp32 where transformers keeps fp32 in a model of 16 bits, as for the weight of a router.
     """
-    return torch.float32 if any(part in name for part in model._get_dtype_plan(dtype)) else dtype
+    family = FAMILIES.get(model.config.model_type)
+    kept = (*model._get_dtype_plan(dtype), *(() if family is None else family.in_fp32))
+    return torch.float32 if any(part in name for part in kept) else dtype
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -117,7 +117,9 @@ def with_shared_mlp(family: Family) -> Family:
         LinearSpec("shared_mlp.input_linear", ("shared", "hidden"), input="r1", part=part)
         for part in ("gate_proj", "up_proj")
     )
-    down = LinearSpec("shared_mlp.output_linear", ("hidden", "shared"), input="r3", output="r1")
+    down = LinearSpec(
+        "shared_mlp.output_linear", ("hidden", "shared"), input="r3", output="r1", part="down_proj"
+    )
     shared = (
         InputGroup(name="shared", norm="post_attention_layernorm", linears=(gate, up)),
         InputGroup(name="shared_down", linears=(down,)),

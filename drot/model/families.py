@@ -130,6 +130,12 @@ FAMILIES = {
 }
 
 
+def declared(config: Any) -> Family:
+    """The entry of FAMILIES for a model with `config`, whose model type must have one."""
+    family = FAMILIES[config.model_type]
+    return family if family.experts is None or experts_of(config) else family.without_experts()
+
+
 def family_of(config: Any) -> Family:
     """The family of a model with `config`, with the linears of this model and the groups of each expert.
 
@@ -142,9 +148,7 @@ def family_of(config: Any) -> Family:
             f"model type {model_type!r} is not supported: expected one of {', '.join(FAMILIES)}; "
             "drot info MODEL names what drot cannot place in it"
         )
-    family = FAMILIES[model_type]
-    if family.experts is not None and not experts_of(config):
-        family = family.without_experts()
+    family = declared(config)
     if family.needs and not hasattr(import_module("transformers.core_model_loading"), family.needs):
         raise UserError(
             f"a model of type {model_type!r} needs a newer transformers: pip install -U transformers"

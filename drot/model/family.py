@@ -150,6 +150,8 @@ class Family:
         says.
     returns_choice: whether the attention and the layer also return the tokens that an indexer chose, which
         the next layer could read.
+    in_fp32: modules that transformers makes in fp32 in a model of any dtype, without naming them as it names
+        others.
     untouched: modules with weights that a layer may have and that see nothing rotated.
     unpruned: path of a module with a weight [any, d] → path of the norm whose output it reads. It is rotated
         as the linears behind this norm are, and never pruned.
@@ -194,6 +196,7 @@ class Family:
     linear_attention: bool = False
     tied_elsewhere: bool = False
     returns_choice: bool = False
+    in_fp32: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
     unpruned: tuple[tuple[str, str], ...] = ()
     experts: str | None = None

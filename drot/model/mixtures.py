@@ -92,6 +92,7 @@ MIXTURES = {
         with_shared_experts(MIXTURE, "mlp.shared_mlp", width="mlp"),
         models="Hunyuan-A13B",
         router="mlp.gate.wg",
+        in_fp32=("mlp.gate.wg.",),
         untouched=("self_attn.query_layernorm", "self_attn.key_layernorm"),
         kinds=(),
     ),

@@ -43,7 +43,7 @@ Width = Literal[
 MAY_BE_ABSENT: tuple[Width, ...] = ("shared", "latent_q", "whole_query")
 #: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
 #: attention, a short convolution or a Mamba, `keys` an attention whose keys are its values too.
-LayerKind = Literal["", "dense", "linear", "linear dense", "keys"]
+LayerKind = Literal["", "dense", "linear", "linear dense", "keys", "keys dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def experts_of(config: Any) -> int:
     Configs of Hunyuan's dense models were published with `num_experts`. They do not say how many a token
     takes.
     """
-    if _chosen(config) is None:
+    if _chosen(config) is None or not getattr(config, "enable_moe_block", True):
         return 0
     return _first_of(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.core.errors import UserError
 from drot.model.decoder import EXPERTS_TOGETHER, DecoderModel
 from drot.model.experts import PACKED
 from drot.model.layer import DecoderLayer
@@ -18,21 +19,26 @@ def follow_files(model: Any, names: Collection[str], *, together: bool = False) 
     The files of a mixture hold each expert by itself (`Family.expert_files`), or the parameters of all
     experts of a layer, as those of Qwen3.5 MoE do.
 
-    names: of the tensors in the files, by those of the model.
+    Raises UserError for files that hold some experts in one form and some in the other.
+
+    names: of the tensors in the files, by those of the model; a saved base model has no prefix.
     together: which of the two it is if all experts are packed, so that no name says it.
     """
-    routed = [
-        (layer, linear)
-        for layer in DecoderModel(model).layers
-        for linear in layer.linears.values()
-        if linear.spec.expert is not None
-    ]
-    if any(_in_files(layer, linear.spec.path) in names for layer, linear in routed):
-        together = True
-    elif any(stored_name(layer, linear) in names for layer, linear in routed):
-        together = False
-    if routed:
-        setattr(model, EXPERTS_TOGETHER, together)
+    setattr(model, EXPERTS_TOGETHER, False)
+    prefix = f"{model.base_model_prefix}."
+    known = {name if name.startswith(prefix) else prefix + name for name in names}
+    forms = set()
+    for layer in DecoderModel(model).layers:
+        routed = [linear for linear in layer.linears.values() if linear.spec.expert is not None]
+        for linear in routed if layer.family.expert_files else ():
+            of_form = {True: _in_files(layer, linear.spec.path), False: stored_name(layer, linear)}
+            forms |= {form for form, name in of_form.items() if name in known}
+    if len(forms) > 1:
+        raise UserError(
+            "the files hold some experts of a layer together and others each by itself: open the model with "
+            "transformers and save it again"
+        )
+    setattr(model, EXPERTS_TOGETHER, forms.pop() if forms else together)
 
 
 def stored_name(layer: DecoderLayer, linear: Linear) -> str:

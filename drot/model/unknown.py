@@ -56,7 +56,11 @@ def _compared(model_type: str, family: Family, layers: str | None, found: dict[s
         beside = [path for path, _ in of_layer.readers]
         if of_layer.experts is not None:
             beside.append(of_layer.experts)
-        required += beside
+        if not any(kind == "dense" for kind, _ in of_layer.kinds):  # no layer need have experts
+            required += beside
+        if of_layer.experts_beside is not None:
+            router, _, *norms_behind = of_layer.experts_beside
+            kinds |= dict.fromkeys((router, f"{router}.proj", *norms_behind))
         kinds |= dict.fromkeys(beside)  # of a class of each family's own
     unplaced = [
         f"{path} ({kind})"

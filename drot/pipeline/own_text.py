@@ -16,7 +16,7 @@ from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.resume import IDENTITY
 from drot.checkpoint.size import size_text
 from drot.config import ResolvedRecipe
-from drot.core.checks import is_a, path_exists
+from drot.core.checks import is_a, is_callable, path_exists
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable, new_file, writing
@@ -72,6 +72,7 @@ def sample(
     progress: receives the event `sample` after each token of a batch of sequences.
     """
     is_a("out", out, str, Path)
+    is_callable("progress", progress)
     for name, value in (("tokens", tokens), ("seqlen", seqlen), ("seed", seed)):
         is_a(name, value, int)
     out = Path(out)

@@ -14,6 +14,7 @@ from drot.checkpoint.resume import OWN_TEXT
 from drot.checkpoint.tables import gap_closed
 from drot.config import ONE_SHOT, Recipe, RotationConfig
 from drot.config.resolve import GIVEN_TOKENS
+from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.evaluation.evaluate import Setup, evaluate, measure
@@ -88,6 +89,7 @@ def compare(
         record: whether to add the figures to the manifest of `folder`.
         progress: receives the events of the evaluations and of the runs.
     """
+    is_a("model", model, str, Path, or_none=True)
     manifest = read_manifest(folder)
     name = manifest.dense_model(model)
     if manifest.recipe.reads_calibration and manifest.recipe.calibration.source == GIVEN_TOKENS:

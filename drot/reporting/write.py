@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 from drot.checkpoint.integrity import REPORT
 from drot.checkpoint.tables import short
 from drot.config import matches
+from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable, new_file
@@ -57,6 +58,11 @@ def report(
     """
     if not installed():
         raise UserError(f"a report needs the package matplotlib: pip install '{PACKAGE}'")
+    is_a("out", out, str, Path, or_none=True)
+    is_a("linears", linears, list, tuple)
+    for pattern in linears:
+        is_a("linears", pattern, str)
+    is_callable("progress", progress)
     run = read_run(folder)
     out = Path(folder) / REPORT if out is None else Path(out)
     if out.is_dir():

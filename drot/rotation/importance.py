@@ -52,7 +52,8 @@ class Metric:
         return Metric(upper_factor(self.matrix).to(dtype), self.inverse, factored=True)
 
     def column_scale(self, q: Tensor) -> Tensor:
-        return q.reciprocal() if self.inverse else q
+        # of a singular M, rounding makes some q negative
+        return q.reciprocal() if self.inverse else q.clamp_min(0)
 
     @property
     def diagonal(self) -> Tensor | None:

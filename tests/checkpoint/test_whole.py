@@ -13,6 +13,7 @@ from small_models import (
     random_text,
     random_tokens,
     relative_error,
+    save_small_model,
     small_model,
 )
 from small_whole import WHOLE, hold_experts_together, image_and_text, save_small_whole, small_whole
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
 from drot.core.errors import UserError
@@ -117,6 +119,63 @@ def test_experts_lie_together_or_each_by_itself_as_in_the_source(whole, tmp_path
     if not whole:  # transformers opens both forms
         found = [AutoModelForCausalLM.from_pretrained(tmp_path / f"{one.name}-pruned") for one in folders]
         assert torch.equal(found[0](tokens).logits, found[1](tokens).logits)
+
+
+@pytest.mark.parametrize("changed", ["half of a layer", "a layer"])
+def test_files_that_mix_the_forms_of_experts_are_refused(changed, tmp_path):
+    folders = [tmp_path / "apart", tmp_path / "together"]
+    for folder in folders:
+        save_small_model(small_model("qwen3_moe"), folder)
+    hold_experts_together(folders[1], small_model("qwen3_moe"))
+    apart, together = (load_file(folder / "model.safetensors") for folder in folders)
+    part = "layers.1.mlp.experts." + ("gate_up_proj" if changed == "half of a layer" else "")
+    taken = {name: each for name, each in together.items() if part in name}
+    gone = ("gate_proj", "up_proj") if changed == "half of a layer" else ("proj",)
+    left = {
+        name: each
+        for name, each in apart.items()
+        if not ("layers.1.mlp.experts." in name and any(f"{one}." in name for one in gone))
+    }
+    save_file(left | taken, folders[0] / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="hold some experts of a layer together and others each by itself"):
+        drot.load(folders[0], device="cpu")
+
+
+def test_a_saved_base_model_may_hold_experts_together(tmp_path):
+    """Its names have no prefix."""
+    model = small_model("qwen3_moe")
+    folder = save_small_model(model, tmp_path / "model")
+    hold_experts_together(folder, model)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): each for name, each in tensors.items() if name != "lm_head.weight"}
+    save_file(bare, folder / "model.safetensors", {"format": "pt"})
+    tokens = random_tokens(1, 20)
+    assert relative_error(drot.load(folder, device="cpu")(tokens).logits, model(tokens).logits) < 1e-6
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+@pytest.mark.parametrize("family", ["granitemoeshared", "qwen3_moe"])
+def test_zeros_are_counted_where_experts_lie_together(family, format, tmp_path):
+    """transformers saves a model with R3 so, whatever form the experts had."""
+    sizes = {"intermediate_size": 32, "shared_intermediate_size": 48} if "granite" in family else {}
+    source = save_small_model(
+        small_model(family, **sizes or {"moe_intermediate_size": 16}), tmp_path / "dense"
+    )
+    keep = ("*.self_attn.*",) if family == "qwen3_moe" else ("*.experts.2.*", "*.self_attn.*")
+    chosen = one_shot("layer", keep=keep)
+    before = prune(source, chosen, out=tmp_path / "out", format=format).manifest
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    if format == "packed":
+        model.dequantize()
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    with torch.no_grad():
+        weight[0, :2] = 0
+    model.save_pretrained(tmp_path / "saved")
+    after = read_manifest(tmp_path / "saved")
+    for index, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
+        for role, linear in old.linears.items():
+            more = 2 / weight.numel() if (index, role) == (1, "q_proj") else 0
+            assert new.linears[role].sparsity == pytest.approx(linear.sparsity + more)
 
 
 @pytest.mark.parametrize("boundary", ["input", "residual"])

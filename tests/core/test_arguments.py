@@ -13,6 +13,11 @@ WRONG = 5, b"x", [], {}, 1.5, torch.zeros(2)
     [
         (drot.compare, {"ppl": ["text"]}, "folder"),
         (drot.report, {}, "folder"),
+        (drot.report, {"folder": "none"}, "out"),
+        (drot.compare, {"folder": "none", "ppl": ["text"]}, "model"),
+        (drot.evaluate, {"models": ["none"], "against": None}, "dtype"),
+        (drot.evaluate, {"models": ["none"]}, "against"),
+        (drot.evaluate, {"models": ["none"]}, "stream"),
         (drot.sample, {"model": "none"}, "out"),
         (drot.sensitivity, {"model": "none"}, "rotations"),
         (drot.prune, {"model": "none"}, "device"),

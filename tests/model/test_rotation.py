@@ -235,6 +235,13 @@ def test_a_kind_of_gemma_4_that_drot_lacks_is_refused(entry, value, wanted):
         DecoderModel(model)
 
 
+def test_gemma_4_without_experts_may_name_some():
+    model = small_model("gemma4_text", enable_moe_block=False, num_experts=4, top_k_experts=2)
+    decoder = DecoderModel(model)
+    decoder.check()
+    assert decoder.family.experts is None and "experts.0.gate_proj" not in decoder.layers[0].linears
+
+
 def test_a_changed_model_is_refused_with_the_path():
     model = small_model("llama")
     mlp = model.model.layers[1].mlp
