@@ -91,8 +91,9 @@ def passes(
         trained = sizes.nsamples - held_out_sequences(sizes.nsamples)
         found["recover"] = 3 * recovery.recover_epochs * forward(sizes, trained)
     if recovery.distill_epochs:
-        trained = recovery.distill_nsamples - held_out_sequences(recovery.distill_nsamples, HELD_OUT_SHARE)
-        found["distill"] = 3 * recovery.distill_epochs * forward(sizes, trained)
+        held_out = held_out_sequences(recovery.distill_nsamples, HELD_OUT_SHARE)
+        trained = recovery.distill_nsamples - held_out
+        found["distill"] = 3 * recovery.distill_epochs * forward(sizes, trained) + 2 * forward(sizes, held_out)
     return found
 
 
