@@ -244,12 +244,8 @@ def load_whole(path: str | Path, dtype: str | torch.dtype, *, verify: bool) -> "
             weights.read_module(module_at(model, end), end)
     if tied:
         decoder.head.weight = decoder.embedding.weight
-    for name in (
-        "drot_whole",
-        "stored_layers",
-        EXPERTS_TOGETHER,
-        WRITERS,
-    ):  # a model of text alone from here on
+    # a model of text alone from here on
+    for name in ("drot_whole", "stored_layers", EXPERTS_TOGETHER, WRITERS):
         if hasattr(model, name):
             delattr(model, name)
     if is_packed(model):
