@@ -283,6 +283,8 @@ def _distillation_line(record: DistillationRecord) -> str:
     if record.kl_before is None or record.kl_after is None:
         return "diverged, so the weights stayed as they were pruned"
     kl = f"KL {change(record.kl_before, record.kl_after)} on held-out sequences"
+    if record.passes > 1:
+        kl += f", the others read {record.passes} times"
     return kl if record.trained else f"{kl}, so the weights stayed as they were pruned"
 
 

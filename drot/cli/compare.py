@@ -1,6 +1,7 @@
 """The command `drot compare`, and its table."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ def compare(
         return
     print_comparison(folder, found)
     if not no_record:
-        print_line(f"drot report {folder} shows these figures in a page")
+        print_line(f"drot report {shlex.quote(str(folder))} shows these figures in a page")
 
 
 def print_comparison(folder: Path, comparison: "Comparison") -> None:
