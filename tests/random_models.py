@@ -55,10 +55,8 @@ GROUPED = (
     *("glm_moe_dsa", "sarvam_mla", "kimi_linear"),
 )
 #: those whose router computes in fp32
-ROUTERS_IN_FP32 = (
-    *(*GROUPED, "ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1"),
-    "hunyuan_v1_moe",
-)
+OTHERS_IN_FP32 = ("ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1", "hunyuan_v1_moe")
+ROUTERS_IN_FP32 = (*GROUPED, *OTHERS_IN_FP32)
 #: mixture of experts → the entry of its config with the number of shared experts
 SHARED = {
     "glm4_moe": "n_shared_experts",

@@ -42,7 +42,25 @@ ROUTED = dict(
 GRANITE = dict(
     residual_multiplier=0.6, embedding_multiplier=3.0, attention_multiplier=0.3, logits_scaling=2.0
 )
+WITH_SHARED = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    shared_intermediate_size=40,
+    attention_bias=True,
+    **GRANITE,
+)
 MAMBA = dict(mamba_n_heads=4, mamba_d_state=8, mamba_d_head=16, mamba_n_groups=2, mamba_proj_bias=True)
+#: full attention has heads of another size, and its keys are its values
+GEMMA4 = dict(
+    head_dim=12,
+    global_head_dim=16,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    hidden_size_per_layer_input=0,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+)
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
     "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
@@ -137,12 +155,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "granitemoehybrid": dict(
         layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        intermediate_size=24,
-        shared_intermediate_size=40,
-        **GRANITE,
-        attention_bias=True,
+        **WITH_SHARED,
         **MAMBA,
         tie_word_embeddings=False,
     ),
@@ -251,24 +264,12 @@ FAMILIES: dict[str, dict] = {
         pad_token_id=2,
     ),
     "gemma4_text": dict(
-        head_dim=12,
-        global_head_dim=16,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        **GEMMA4,
         final_logit_softcapping=3.0,
         pad_token_id=2,
     ),
     "gemma4_text-experts": dict(
-        head_dim=12,
-        global_head_dim=16,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        **GEMMA4,
         enable_moe_block=True,
         num_experts=4,
         top_k_experts=2,
@@ -353,12 +354,7 @@ FAMILIES: dict[str, dict] = {
     ),
     "granitemoeshared": dict(
         head_dim=12,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        intermediate_size=24,
-        shared_intermediate_size=40,
-        **GRANITE,
-        attention_bias=True,
+        **WITH_SHARED,
         tie_word_embeddings=False,
     ),
     "granitemoe_swa": dict(  # it has no experts that read all tokens

@@ -150,8 +150,8 @@ class Family:
         says.
     returns_choice: whether the attention and the layer also return the tokens that an indexer chose, which
         the next layer could read.
-    in_fp32: modules that transformers makes in fp32 in a model of any dtype, without naming them as it names
-        others.
+    in_fp32: what the names of tensors contain that transformers builds in fp32 in a model of any dtype,
+        though its list of such tensors lacks them.
     untouched: modules with weights that a layer may have and that see nothing rotated.
     unpruned: path of a module with a weight [any, d] → path of the norm whose output it reads. It is rotated
         as the linears behind this norm are, and never pruned.
@@ -336,5 +336,6 @@ class Family:
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
         name = f"{linear.block}.{linear.name}" if "." in linear.path else linear.path
-        name = name.replace("experts.experts.", "experts.")  # those that lie in no MLP
+        if linear.block == "experts":  # which its name begins with already
+            name = linear.name
         return f"layers.{index}.{name}"

@@ -48,7 +48,7 @@ def trainable(count: int, wanted: int, ranks: int = 1) -> int:
         outcome = ", which is left out"
         if enough:
             times = repeats(wanted, count)
-            outcome = f", which reads each {times} times as often" if times > 1 else ""
+            outcome = f", so each pass reads them {times} times" if times > 1 else ""
         logger.warning(
             "beside the calibration the text has %d of %d sequences for the training of all layers%s",
             count, wanted, outcome,

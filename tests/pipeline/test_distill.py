@@ -320,7 +320,7 @@ def test_a_repeated_run_of_a_short_text_draws_the_same_sequences(tmp_path, caplo
     (tmp_path / "text.txt").write_text(random_text(330))
     chosen = recipe(nsamples=12, seqlen=24, source=str(tmp_path / "text.txt"))
     first = drot.prune(model, chosen, out=tmp_path / "first", device="cpu").manifest
-    assert "of 36 sequences for the training of all layers, which reads each 3 times as often" in caplog.text
+    assert "of 36 sequences for the training of all layers, so each pass reads them 3 times" in caplog.text
     assert first.recipe.recovery.distill_nsamples == 36 and first.distillation.trained is not None
     assert first.distillation.passes == 3 * QUICK["distill_epochs"]
     repeated = Recipe.from_file(tmp_path / "first")
