@@ -24,7 +24,7 @@ from drot.checkpoint.source import (
     weight_files,
 )
 from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig, restored
-from drot.core.checks import is_a, shortened
+from drot.core.checks import counted, is_a, shortened
 from drot.core.errors import UserError, quoted
 from drot.machine.finite import is_finite
 from drot.model.families import FAMILIES
@@ -134,8 +134,8 @@ def refuse_missing(path: str | Path, model: "PreTrainedModel", names: Iterable[s
     """Raises UserError if there are `names`, of tensors that the files of `model` lack."""
     if missing := sorted(names):
         raise UserError(
-            f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, the first is {missing[0]}: "
-            "the checkpoint is incomplete or of another architecture; copy it again"
+            f"{path} lacks {counted(len(missing), 'tensor')} of a {type(model).__name__}, the first is "
+            f"{missing[0]}: the checkpoint is incomplete or of another architecture; copy it again"
         )
 
 
@@ -151,8 +151,8 @@ def refuse_superfluous(path: str | Path, names: Any) -> None:
     # old checkpoints hold RoPE's frequencies, inv_freq, which transformers computes
     if unused := sorted(name for name in names if ".layers." in name and not name.endswith(".inv_freq")):
         raise UserError(
-            f"{path} holds {len(unused)} tensors that a model of its config.json does not have, the first is "
-            f"{unused[0]}: config.json was edited or is of another model; copy it again"
+            f"{path} holds {counted(len(unused), 'tensor')} that a model of its config.json does not have, "
+            f"the first is {unused[0]}: config.json was edited or is of another model; copy it again"
         )
 
 

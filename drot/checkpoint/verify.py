@@ -18,11 +18,13 @@ class Verification:
     damaged: file → what is wrong with it. A file from which the model would be loaded, but which drot did
         not write, counts as damaged.
     unknown: other files that drot did not write.
+    unfinished: whether the folder is that of an unfinished run.
     """
 
     files: list[str]
     damaged: dict[str, str]
     unknown: list[str]
+    unfinished: bool
 
 
 def verify_folder(folder: Path) -> Verification:
@@ -38,7 +40,7 @@ def verify_folder(folder: Path) -> Verification:
     own = (
         {} if digest_fits(data) else {MANIFEST: f"{'does not fit' if DIGEST in data else 'lacks'} its digest"}
     )
-    return _verification(folder, files, own, [MANIFEST])
+    return _verification(folder, files, own, [MANIFEST], unfinished=False)
 
 
 def _unfinished_run(folder: Path) -> Verification:
@@ -52,14 +54,14 @@ def _unfinished_run(folder: Path) -> Verification:
         f"{name}.safetensors": FileRecord(sha256=part["sha256"], bytes=part["bytes"])
         for name, part in parts.items()
     }
-    return _verification(folder, files, own, [IDENTITY, JOURNAL])
+    return _verification(folder, files, own, [IDENTITY, JOURNAL], unfinished=True)
 
 
 def _verification(
-    folder: Path, files: dict[str, FileRecord], damaged: dict[str, str], own: list[str]
+    folder: Path, files: dict[str, FileRecord], damaged: dict[str, str], own: list[str], *, unfinished: bool
 ) -> Verification:
     """own: the files that hold the hashes. damaged: what is wrong with those."""
     damaged = damaged | compare(folder, files)
     known = {*files, *own}
     unknown = files_in(folder) - known - set(damaged)
-    return Verification(sorted(known), damaged, sorted(unknown))
+    return Verification(sorted(known), damaged, sorted(unknown), unfinished)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.cli.output import print_facts, print_json, print_line, print_manifest
-from drot.core.checks import path_exists
+from drot.core.checks import counted, path_exists
 from drot.core.errors import UserError
 
 
@@ -28,6 +28,8 @@ def info(
         accept: Record the files of MODEL as they are now. For a checkpoint that you have changed on purpose.
         as_json:
     """
+    if verify and accept:
+        raise UserError("give `verify`, or `accept` to record the files as they are now, and not both")
     if folder is None and (verify or accept):
         raise UserError(f"{'`verify`' if verify else '`accept`'} needs MODEL: name a folder that drot wrote")
     if folder is None:
@@ -45,13 +47,13 @@ def info(
 
     if accept:
         files = accept_files(folder).files
-        if as_json and not verify:
+        if as_json:
             print_json({"accepted": list(files)})
-        elif not as_json:
-            print_line(f"{len(files)} files in {folder}, and drot.json, are recorded as they are now")
-    if verify:
+        else:
+            print_line(f"{counted(len(files), 'file')} in {folder}, and drot.json: recorded as they are now")
+    elif verify:
         _verify(folder, as_json)
-    elif not accept:
+    else:
         manifest = read_any_manifest(folder)
         if as_json:
             print_json(manifest.to_dict())
@@ -120,6 +122,8 @@ def _verify(folder: Path, as_json: bool) -> None:
     if found.damaged:
         extra = [name for name, problem in found.damaged.items() if problem == EXTRA]
         changed = "copy them again, or record a change of your own with --accept"
+        if found.unfinished:
+            changed = "the run computes damaged parts again with --resume, which needs run.json"
         advice = [changed] * (len(extra) < len(found.damaged))
         advice += ["remove the extra files, which drot did not write"] * bool(extra)
         raise UserError(
@@ -127,7 +131,7 @@ def _verify(folder: Path, as_json: bool) -> None:
             + ", and ".join(advice)
         )
     if not as_json:
-        print_line(f"{len(found.files)} files in {folder} are as drot wrote them")
+        print_line(f"{counted(len(found.files), 'file')} in {folder}: as drot wrote them")
 
 
 def _show_machine(as_json: bool) -> None:

@@ -78,13 +78,15 @@ def print_facts(found: Iterable[tuple[str, str]]) -> None:
 
 
 def saved_line(source: str, out: Path) -> str:
-    """Says where a checkpoint was saved, and how many bytes its weights and those of its source have."""
+    """Says where a checkpoint was saved, how many bytes its weights and those of its source have, and why."""
     before, after = weight_bytes(source), weight_bytes(out)
     if after is None:
         return f"Saved to {out}"
     if before is None:  # a model on the hub
         return f"Saved to {out}: {size_text(after)}"
-    return f"Saved to {out}: {size_text(before)} -> {size_text(after)}, {after / before:.2f} of the bytes"
+    why = " (zeros are stored too, and a rotated model has an lm_head of its own)" if after > before else ""
+    sizes = f"{size_text(before)} -> {size_text(after)}"
+    return f"Saved to {out}: {sizes}, {after / before:.2f} of the bytes{why}"
 
 
 def print_manifest(manifest: "CheckpointManifest") -> None:

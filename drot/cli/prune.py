@@ -196,7 +196,7 @@ def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: An
     before = "was finished already: nothing to do"
     print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
     print_line("Next:")
-    for command, what in next_commands(model, out, result.manifest):
+    for command, what in next_commands(model, out, asked.recipe, result.manifest):
         print_line(f"  {command}  # {what}")
 
 
@@ -216,12 +216,21 @@ def told_how_to_go_on(out: Path) -> Iterator[None]:
         ) from None
 
 
-def next_commands(model: str, out: Path, manifest: "Manifest") -> Iterator[tuple[str, str]]:
-    """The commands that judge the checkpoint, and the one that makes it smaller; and what each is for."""
+def next_commands(model: str, out: Path, recipe: Recipe, manifest: "Manifest") -> Iterator[tuple[str, str]]:
+    """The commands that judge the checkpoint, and the one that makes it smaller; and what each is for.
+
+    recipe: as it was asked for. Where all of its texts are files, the machine may have no network.
+    """
     from drot.core.files import beside
+    from drot.text.names import are_files
 
     folder, packed = shlex.quote(str(out)), shlex.quote(str(beside(out, "-packed")))
-    yield f"drot eval {folder} --against {shlex.quote(model)}", "what the pruning cost, on wikitext2"
+    judge, text = f"drot eval {folder} --against {shlex.quote(model)}", "wikitext2"
+    if are_files(recipe.calibration.source):
+        judge, text = f"{judge} --ppl TEXT.txt", "a text of yours that was not in the calibration"
+    if seqlen := recipe.calibration.seqlen:
+        judge = f"{judge} --seqlen {seqlen}"
+    yield judge, f"what the pruning cost, on {text}"
     yield f"drot report {folder}", "charts of the run, and what is unusual"
     pruning = manifest.recipe.pruning
     sparsities = {str(pruning.sparsity_for(name)) for layer in manifest.layers for name in layer.linears}

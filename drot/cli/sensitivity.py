@@ -36,7 +36,7 @@ def _table(result: "SensitivityResult", sparsity: str) -> Table:
         found = [error for row in errors.values() if (error := row.get(linear)) is not None]
         means[linear] = number(statistics.fmean(found) if found else None, ".4f")
     rows = [{"layer": i} | {linear: cell(row.get(linear)) for linear in linears} for i, row in errors.items()]
-    return Table(f"Output error at {sparsity}", [*rows, {}, {"layer": "mean"} | means])
+    return Table(f"Output error at {sparsity} (* is the largest)", [*rows, {}, {"layer": "mean"} | means])
 
 
 def advice(result: "SensitivityResult") -> str:

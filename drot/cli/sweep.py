@@ -7,6 +7,7 @@ from drot.checkpoint.tables import Table, number, text_names
 from drot.cli.commands import Interrupted
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
+from drot.core.checks import counted
 
 if TYPE_CHECKING:
     from drot.reporting.sweep import SweepResult
@@ -52,7 +53,7 @@ def sweep(
     except KeyboardInterrupt:
         done = len(list((out / CELLS).glob("*.json")))
         raise Interrupted(
-            f"{done} finished cells are kept in {out}; to go on, give the same command"
+            f"{out} keeps {counted(done, 'finished cell')}; to go on, give the same command"
         ) from None
     if as_json:
         print_json(
@@ -101,7 +102,7 @@ def print_sweep(result: "SweepResult") -> None:
         if each.refused:
             print_line(f"Not run: {each.label}: {each.reason}")
     if same := sum(not each.refused for each in result.skipped):
-        print_line(f"{same} combinations are not run because their run is that of another cell")
+        print_line(f"Left out, as another cell is the same run: {counted(same, 'combination')}")
     before = len(result.rows) - result.computed
-    print_line(f"{result.computed} cells computed, {before} finished before")
+    print_line(f"{counted(result.computed, 'cell')} computed, {before} finished before")
     print_line(f"Wrote {result.csv}")

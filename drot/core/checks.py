@@ -40,6 +40,11 @@ def path_exists(path: Path) -> bool:
         return False
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, as in `1 layer` and `2 layers`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def shortened(value: object) -> str:
     """`value` as Python writes it, in at most 60 characters.
 

@@ -144,7 +144,7 @@ def _variants(
     if dense or len(kinds) > 1:
         return loaded.dtype, {"model": models}
     layer = layer_variants(models[SPARSE].config, dtype=loaded.dtype, device=device)
-    return loaded.dtype, {"layer": layer, "model": models}
+    return loaded.dtype, {"layer": {name: layer[name] for name in models}, "model": models}
 
 
 def _measure_cases(

@@ -62,8 +62,8 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     """Variant → model of one decoder layer in the dimensions of `config`, with random weights.
 
     The vocabulary has 8 tokens, so that hardly anything but the layer takes memory. The rotations are those
-    of the checkpoint of `config`. If its layers hold none, they are those that `drot prune --format packed`
-    writes by default.
+    of the checkpoint of `config`. If it names none, they are those that `drot prune --format packed` writes
+    by default.
     """
     config = copy.deepcopy(config)
     held = drot_config_of(config)

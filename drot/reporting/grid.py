@@ -1,8 +1,9 @@
 """Reading a grid file: the recipes of a sweep."""
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,20 +24,31 @@ MOST_CELLS = 10_000
 
 @dataclass(frozen=True)
 class Cell:
-    """One recipe of a sweep: as the grid wishes it, and as it runs."""
+    """One recipe of a sweep: as the grid wishes it, and as it runs.
+
+    asked: field → value, of the fields that the grid names for this cell.
+    """
 
     recipe: Recipe
     resolved: ResolvedRecipe
+    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def value(self, field: str) -> Any:
-        """The value of a field of the resolved recipe, in plain JSON types; `mode` by the name of a point."""
+        """The value of a field of the resolved recipe, in plain JSON types.
+
+        `mode` and `quality` are as the grid names them. A cell without them has the name of its point, and no
+        quality.
+        """
+        if field == "quality" or (field == "mode" and field in self.asked):
+            return self.asked.get(field)
         if field == "mode" and (point := point_of(self.recipe.rotation)):
             return point
         return self.resolved.to_dict()[SECTION_OF[field]][field]
 
     def label(self, fields: tuple[str, ...]) -> str:
         """The values of `fields`, as in `steps 100, lr 0.01`."""
-        return ", ".join(f"{field} {self.value(field)}" for field in fields)
+        values = {field: self.value(field) for field in fields}
+        return ", ".join(f"{field} {value}" for field, value in values.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -102,8 +114,9 @@ def read_grid(path: str | Path) -> Grid:
     field → list of values, of which every combination is a cell; `cells`, a list of further cells, each as
     field → value; `texts` and `tasks`, for the perplexity and the accuracy, as in
     `drot.evaluation.evaluate`; `seqlen`, the tokens in a window of a text, by default `default_seqlen` of the
-    model; and `text_column`. A field is one of a recipe, such as `steps`. Fields that a cell does not name
-    have their values in `base`. Paths are relative to the current folder.
+    model; and `text_column`. A field is one of a recipe, such as `steps`, or `quality`, which sets those that
+    a cell does not name (`Recipe.with_quality`). The others have their values in `base`. Paths are relative
+    to the current folder.
 
     Raises UserError for a file that is missing or broken, for an unknown key or field, and for a grid whose
     combinations are all refused.
@@ -141,7 +154,7 @@ def _combinations(asked: GridFile) -> Iterator[dict[str, Any]]:
     if not grid and not cells:
         raise UserError("it must hold grid or cells; got neither")
     for field in (*grid, *(field for cell in cells for field in cell)):
-        known_field(field, SECTION_OF, "the recipe")
+        known_field(field, (*SECTION_OF, "quality"), "the recipe")
     if (count := math.prod(map(len, grid.values())) + len(cells)) > MOST_CELLS:
         raise UserError(f"grid must have at most {MOST_CELLS} combinations, got {count}: leave values out")
     if grid:
@@ -160,8 +173,8 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
             for field, value in values.items()
         )
         try:
-            recipe = base.replace(**values)
-            cell = Cell(recipe, resolve(recipe))
+            recipe = _recipe(base, **values)
+            cell = Cell(recipe, resolve(recipe), values)
         except UserError as error:
             skipped.append(Skipped(label, str(error).replace("`", "")))
             continue
@@ -172,6 +185,11 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
         else:
             cells[key] = cell
     return list(cells.values()), skipped
+
+
+def _recipe(base: Recipe, quality: str | None = None, **fields: Any) -> Recipe:
+    recipe = base.replace(**fields)
+    return recipe if quality is None else recipe.with_quality(quality).replace(**fields)
 
 
 def effective(recipe: ResolvedRecipe) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from drot.checkpoint.card import on_hub
 from drot.checkpoint.tables import change
+from drot.core.checks import counted
 from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, final_error
 
 #: a layer is unusual if its output error is this many times the median of its neighbours
@@ -119,7 +120,7 @@ def _not_concentrated(run: Run) -> Iterator[str]:
     ratios = run.ratios(*REMOVED_IMPORTANCE)
     if names := [f"layer {layer} {role}" for (layer, role), share in ratios.items() if share >= 1]:
         yield (
-            f"The rotation did not lower the pruned importance of {_count(names, 'linear')}: "
+            f"The rotation did not lower the pruned importance of {counted(len(names), 'linear')}: "
             f"{_named(names)}. "
             "A layer's linears share one rotation, which may help some at the cost of others."
         )
@@ -136,7 +137,7 @@ def _damping_rose(run: Run) -> Iterator[str]:
     if raised:
         yield (
             f"The damping had to rise from {wanted:g} up to {max(raised.values()):g} for "
-            f"{_count(list(raised), 'Hessian')}: {_named(list(raised))}. More calibration tokens may help."
+            f"{counted(len(raised), 'Hessian')}: {_named(list(raised))}. More calibration tokens may help."
         )
 
 
@@ -150,7 +151,8 @@ def _still_falling(run: Run) -> Iterator[str]:
     if names:
         yield (
             f"The training took all its {steps} steps and the loss still fell in "
-            f"{_count(names, 'training')}: {_named(names)}. No training stopped early; more steps may help."
+            f"{counted(len(names), 'training')}: {_named(names)}. No training stopped early; more steps may "
+            "help."
         )
 
 
@@ -158,8 +160,8 @@ def _no_recovery(run: Run) -> Iterator[str]:
     best = {f"layer {r.layer}": r.recovery.best_epoch for r in run.manifest.layers if r.recovery}
     if idle := [layer for layer, epoch in best.items() if epoch == 0]:
         yield (
-            f"The recovery did not help {_count(idle, 'layer')}, which stayed as pruned: {_named(idle)}. "
-            "A smaller rate or more calibration text may help."
+            f"The recovery did not help {counted(len(idle), 'layer')}, which stayed as pruned: "
+            f"{_named(idle)}. A smaller rate or more calibration text may help."
         )
     if late := [layer for layer, epoch in best.items() if epoch == run.recipe.recovery.recover_epochs]:
         yield f"The recovery was best at its last epoch in {_named(late)}: more epochs may help."
@@ -200,10 +202,6 @@ def _perplexities(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
                 f"On {entry.text}, the perplexity rose by {rise:.0%}, from {entry.dense:.3f} to "
                 f"{entry.perplexity:.3f}. These may help: {helps}, and calibration text of this kind."
             )
-
-
-def _count(names: list[str], noun: str) -> str:
-    return f"{len(names)} {noun}{'s' if len(names) != 1 else ''}"
 
 
 def _named(names: list[str]) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from drot.checkpoint.manifest import Manifest
 from drot.checkpoint.tables import gap_closed
-from drot.config import resolve
+from drot.config import Recipe, resolve
+from drot.config.settings import values_of
 from drot.core.files import new_file
 from drot.reporting.grid import Cell, Skipped, effective
 from drot.reporting.runs import REMOVED_IMPORTANCE, Run
@@ -54,8 +55,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """A row for each finished cell: heading → value, in plain types; None where there is no value.
 
-    The gap closed is the share of the damage on a text that the rotation undoes, against the cell of the same
-    run without a rotation. It is None without such a cell, and for a cell that is not rotated.
+    The gap closed is the share of the rise in perplexity on a text by the pruning method alone (no rotation,
+    no solver, no training) that the cell undoes. It is None for the method alone, and without its cell.
 
     finished: name of a cell → the cell, and its figures as they were written.
     dense: the figures of the dense model.
@@ -65,8 +66,8 @@ def rows_of(
     rows = []
     for key, (cell, record) in finished.items():
         row = {"cell": key, **{name: cell.value(name) for name in fields}}
-        rotated = cell.recipe.rotation.mode != "none"
-        baseline = perplexities.get(_run_without_rotation(cell), {}) if rotated else {}
+        method = _method_alone(cell)
+        baseline = {} if method == str(effective(cell.resolved)) else perplexities.get(method, {})
         for text, of_dense in dense["perplexity"].items():
             found = record["perplexity"][text]
             row |= {
@@ -80,14 +81,15 @@ def rows_of(
     return rows
 
 
-def _run_without_rotation(cell: Cell) -> str:
-    """The settings of the run of a cell without its rotation.
+def _method_alone(cell: Cell) -> str:
+    """The settings of the run of the pruning method alone that removes as many weights as a cell.
 
-    The run is the same, and not what the grid says: one cell may name a solver that another leaves open.
+    All cells of a sweep with one sparsity and one calibration are compared with the same run.
     """
-    seqlen = cell.resolved.calibration.seqlen  # it depends on the model
-    own = cell.recipe.replace(mode="none", blocks=1, down_rotation="auto", seqlen=seqlen)
-    return str(effective(resolve(own)))
+    asked = cell.recipe.pruning
+    kept = {name: getattr(asked, name) for name in ("method", "sparsity", "sparsity_of", "keep", "route_all")}
+    calibration = values_of(cell.recipe.calibration) | {"seqlen": cell.resolved.calibration.seqlen}
+    return str(effective(resolve(Recipe().replace(mode="none", **kept, **calibration))))
 
 
 def write_csv(file: Path, rows: Sequence[dict[str, Any]], skipped: Sequence[Skipped] = ()) -> None:

@@ -1,5 +1,6 @@
 """`sweep`: runs the recipes of a grid on one model, and writes their figures side by side."""
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell]
                 rotates_stream=family_of(config).rotates_stream,
             )
             check_recipe(config, resolved)
-            cells.append(Cell(cell.recipe, resolved))
+            cells.append(dataclasses.replace(cell, resolved=resolved))
         except UserError as error:
             refused.append(Skipped(cell.label(grid.fields), str(error).replace("`", "")))
     return cells, refused

@@ -25,6 +25,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from drot.config import BoundaryPlace
+from drot.core.checks import counted
 from drot.core.errors import UserError
 from drot.machine.devices import check_gpu, is_gpu
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
@@ -156,8 +157,8 @@ class DrotModel:
         loaded: set[str] = stock.load_weights(named())
         if missing := sorted(set(self._stored_names()) - found):
             raise UserError(
-                f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]}: it is incomplete "
-                "or of another architecture; copy it again"
+                f"the checkpoint lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}: it is "
+                "incomplete or of another architecture; copy it again"
             )
         return loaded
 

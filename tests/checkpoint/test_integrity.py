@@ -99,7 +99,7 @@ def test_every_file_is_recorded(checkpoint, capsys):
     )
     assert verify(capsys, checkpoint) == (
         0,
-        [f"{len(names)} files in {checkpoint} are as drot wrote them"],
+        [f"{len(names)} files in {checkpoint}: as drot wrote them"],
         "",
     )
 
@@ -320,16 +320,20 @@ def test_an_unfinished_run_is_verified(tmp_path, capsys):
     state = RunState(tmp_path / "out", {"a": 1})
     for number in (0, 1):
         state.save(f"layer_{number:05d}", {"x": torch.arange(9.0)}, {"seconds": number})
-    assert verify(capsys, state.folder) == (0, [f"4 files in {state.folder} are as drot wrote them"], "")
+    assert verify(capsys, state.folder) == (0, [f"4 files in {state.folder}: as drot wrote them"], "")
     flip(state.folder / "layer_00001.safetensors")
     flip(state.folder / "run.json", 10)
-    assert verify(capsys, state.folder)[:2] == (
+    status, lines, error = verify(capsys, state.folder)
+    assert (status, lines) == (
         2,
         ["layer_00001.safetensors has another SHA-256", "run.json is missing or does not fit its digest"],
     )
+    assert "computes damaged parts again with --resume" in error and "--accept" not in error
 
 
 def test_verify_needs_a_folder(capsys):
     for option in ("--verify", "--accept"):
         assert cli.run(["info", option]) == 2
         assert f"{option} needs MODEL" in capsys.readouterr().err
+    assert cli.run(["info", "folder", "--verify", "--accept"]) == 2
+    assert "give --verify, or --accept" in capsys.readouterr().err

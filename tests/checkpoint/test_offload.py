@@ -122,7 +122,7 @@ def test_a_config_without_dtype(tmp_path):
 def test_a_missing_head_is_refused(tmp_path):
     folder = save_small_model(small_model("mistral"), tmp_path)
     replace_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if n != "lm_head.weight"})
-    with pytest.raises(UserError, match=r"lacks 1 tensors .* the first is lm_head\.weight"):
+    with pytest.raises(UserError, match=r"lacks 1 tensor .* the first is lm_head\.weight"):
         open_skeleton(folder)
 
 

@@ -72,8 +72,8 @@ def test_rows_of_a_checkpoint(checkpoint, capsys):
     rotated = "quantization_config" in json.loads((checkpoint / "config.json").read_text())
     held = rotated and drot.load(checkpoint).config.quantization_config
     rotated = rotated and (held.boundary or held.down_rotation)
-    of_model = [DENSE, SPARSE, *([ROTATED] if rotated else [])]
-    assert data["variants"] == {"layer": [DENSE, SPARSE, ROTATED], "model": of_model}
+    timed = [DENSE, SPARSE, *([ROTATED] if rotated else [])]
+    assert data["variants"] == {"layer": timed, "model": timed}
     seen = [(row["what"], row["phase"], row["size"], row["variant"]) for row in data["rows"]]
     assert seen == [
         (what, phase, size, variant)

@@ -256,14 +256,14 @@ def test_the_command(inputs, tmp_path, monkeypatch, capsys):
     prune, _ = failing_at(2, KeyboardInterrupt())
     monkeypatch.setattr(runner_module, "prune", prune)
     assert cli.run(arguments) == 130
-    assert f"1 finished cells are kept in {tmp_path / 'out'}; to go on" in capsys.readouterr().err
+    assert f"{tmp_path / 'out'} keeps 1 finished cell; to go on" in capsys.readouterr().err
     assert cli.run(arguments) == 0
     shown = capsys.readouterr()
-    assert "sweeping, cell 2 of 2" in shown.err and "1 cells computed, 1 finished before" in shown.out
+    assert "sweeping, cell 2 of 2" in shown.err and "1 cell computed, 1 finished before" in shown.out
     assert "Not run: lr -1: lr must be a finite number" in shown.out
     assert cli.run([*arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [cell["mode"] for cell in data["cells"]] == ["none", "full"] and data["computed"] == 0
+    assert [cell["mode"] for cell in data["cells"]] == ["none", "layer"] and data["computed"] == 0
     file.write_text("grid: {lr: [-1]}")
     assert cli.run(arguments) == 2
     error = capsys.readouterr().err.strip()

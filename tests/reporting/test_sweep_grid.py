@@ -1,5 +1,6 @@
 """Grid files: their combinations, what they refuse, and the grid that drot ships."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,12 +52,12 @@ def test_refused_and_equal_combinations_are_listed(tmp_path):
     grid = grid_of(
         tmp_path, "grid: {mode: [none, layer], lr: [0.3, 4]}\ncells: [{mode: layer}, {mode: none, steps: 7}]"
     )
-    assert [cell.label(("mode", "lr")) for cell in grid.cells] == ["mode none, lr 0.3", "mode full, lr 0.3"]
+    assert [cell.label(("mode", "lr")) for cell in grid.cells] == ["mode none, lr 0.3", "mode layer, lr 0.3"]
     reasons = {each.label: (each.reason, each.refused) for each in grid.skipped}
     assert list(reasons) == ["mode none, lr 4", "mode layer, lr 4", "mode layer", "mode none, steps 7"]
     assert "lr must be a finite number above 0" in reasons["mode none, lr 4"][0]
     assert reasons["mode layer, lr 4"][1] is True
-    assert reasons["mode layer"] == ("its run is that of the cell mode full", False)
+    assert reasons["mode layer"] == ("its run is that of the cell mode layer", False)
     assert reasons["mode none, steps 7"][1] is False
 
 
@@ -122,20 +123,39 @@ def test_a_cell_that_leaves_the_solver_open_finds_its_baseline(tmp_path):
     grid = read_grid(file)
     assert baselines(grid.cells, grid.fields) == {
         "mode none, solve none, blocks 1, method sparsegpt": None,
-        "mode none, solve admm, blocks 1, method sparsegpt": None,
-        "mode full, solve none, blocks 1, method sparsegpt": "mode none, solve none",
-        "mode full, solve admm, blocks 1, method sparsegpt": "mode none, solve admm",
+        "mode none, solve admm, blocks 1, method sparsegpt": "mode none, solve none",
+        "mode layer, solve none, blocks 1, method sparsegpt": "mode none, solve none",
+        "mode layer, solve admm, blocks 1, method sparsegpt": "mode none, solve none",
         "mode layer, solve admm, blocks 2, method sparsegpt": "mode none, solve none",
         "mode full, solve admm, blocks 1, method wanda": None,
     }
 
 
+def test_a_quality_sets_the_fields_that_a_cell_does_not_name(tmp_path):
+    """The method alone is the baseline of a cell with a quality too."""
+    grid = grid_of(
+        tmp_path,
+        "grid: {quality: [fast, best]}\ncells: [{quality: fast, solve: none}, {mode: none}, {mode: stock}]",
+    )
+    assert grid.fields == ("quality", "solve", "mode")
+    found = [cell.recipe for cell in grid.cells]
+    assert found[:2] == [Recipe().with_quality("fast"), Recipe().with_quality("best")]
+    assert found[2] == Recipe().with_quality("fast").replace(solve="none")
+    assert [cell.label(("quality", "mode")) for cell in grid.cells] == [
+        "quality fast, mode full", "quality best, mode full", "quality fast, mode full", "mode none",
+        "mode stock",
+    ]  # fmt: skip
+    assert set(baselines(grid.cells, grid.fields).values()) == {None, "mode none, solve none"}
+    with pytest.raises(UserError, match="quality must be one of fast, balanced, best; got 'good'"):
+        grid_of(tmp_path, "grid: {quality: [good]}")
+
+
 def test_a_model_with_short_sequences_has_a_baseline(tmp_path):
     """Its cells have another `seqlen` than a recipe for a model of any length."""
     grid = grid_of(tmp_path, "grid: {mode: [none, layer], solve: [none]}")
-    cells = [Cell(cell.recipe, resolve(cell.recipe, positions=128)) for cell in grid.cells]
+    cells = [replace(cell, resolved=resolve(cell.recipe, positions=128)) for cell in grid.cells]
     found = baselines(cells, grid.fields)
-    assert found == {"mode none, solve none": None, "mode full, solve none": "mode none, solve none"}
+    assert found == {"mode none, solve none": None, "mode layer, solve none": "mode none, solve none"}
 
 
 def baselines(cells: list[Cell], fields: tuple[str, ...]) -> dict[str, str | None]:

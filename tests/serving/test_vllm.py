@@ -152,7 +152,7 @@ def test_a_block_that_straddles_two_ranks_is_refused(results):
 @pytest.mark.slow
 def test_a_missing_tensor_is_refused(results):
     """vLLM itself does not look for missing tensors of a quantised model."""
-    assert "lacks 1 tensors, the first is model.layers.0.rotated_input_layernorm" in results[1][0]["unnamed"]
+    assert "lacks 1 tensor, the first is model.layers.0.rotated_input_layernorm" in results[1][0]["unnamed"]
 
 
 @needs_vllm
