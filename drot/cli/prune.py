@@ -115,7 +115,7 @@ def prune(
             moves the mask, towards the dense model; best also trains the kept weights of all layers together.
             It sets --solve, --target, --recover and --distill-epochs. fast: pcg, self, none, 0. balanced:
             admm, dense, none, 0. best: admm, dense, none, 1. fast also sets --steps to 50, and to 100 with
-            stock and light. Default: balanced.
+            stock and light. balanced and best set --steps to its default. Default: balanced.
     Pruning:
     Recovery:
     Rotation:
