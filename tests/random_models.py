@@ -46,6 +46,7 @@ MIXTURES = {
     "granitemoehybrid": "num_local_experts",
     "hunyuan_v1_moe": "num_experts",
     "gemma4_text": "num_experts",
+    "nemotron_h": "n_routed_experts",
 }
 #: Granite's mixtures
 GRANITE = ("granitemoe", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
@@ -55,7 +56,7 @@ GROUPED = (
     *("glm_moe_dsa", "sarvam_mla", "kimi_linear"),
 )
 #: those whose router computes in fp32
-OTHERS_IN_FP32 = ("ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1", "hunyuan_v1_moe")
+OTHERS_IN_FP32 = ("nemotron_h", "ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1", "hunyuan_v1_moe")
 ROUTERS_IN_FP32 = (*GROUPED, *OTHERS_IN_FP32)
 #: mixture of experts → the entry of its config with the number of shared experts
 SHARED = {
@@ -112,7 +113,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
     # theirs has parts for each type of layer, or there is none
-    if family in ("olmo3", "gemma3_text", "opt", "mellum", "laguna", "lfm3", *GEMMA4):
+    if family in ("olmo3", "gemma3_text", "opt", "mellum", "laguna", "lfm3", "nemotron_h", *GEMMA4):
         return {"max_position_embeddings": 128}
     if family in LATENT_ATTENTION:  # it turns a part of a head of its own
         return {
@@ -184,7 +185,7 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     if family in ("qwen3_moe", "qwen2_moe", "qwen3_next", "flint"):
         chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2]))
         chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
-    if family in GROUPED or family == "deepseek_v2":
+    if family in (*GROUPED, "deepseek_v2", "nemotron_h"):
         groups = draw(st.sampled_from([1, 2]))
         experts = 2 * groups * draw(st.integers(1, 2))  # of each group two experts are compared
         chosen |= {"n_group": groups, "topk_group": draw(st.integers(1, groups)), MIXTURES[family]: experts}
@@ -333,6 +334,18 @@ def settings_of_models(
         more = st.lists(st.sampled_from(types), min_size=max(layers - 2, 0), max_size=max(layers - 2, 0))
         chosen["layer_types"] = draw(st.permutations([*types, *draw(more)]))
         layers = chosen["num_hidden_layers"] = len(chosen["layer_types"])
+    if family == "nemotron_h":
+        kinds = ["linear_attention", "full_attention", "mlp", "moe"]
+        more = draw(st.lists(st.sampled_from(kinds), max_size=layers - 1))
+        chosen["layer_types"] = draw(st.permutations([*kinds[:2], draw(st.sampled_from(kinds[2:])), *more]))
+        chosen["num_hidden_layers"] = len(chosen["layer_types"])
+        chosen |= dict(mamba_num_heads=heads, n_groups=kv_heads, mamba_head_dim=4 * draw(st.integers(1, 3)))
+        chosen |= dict(ssm_state_size=draw(st.integers(4, 8)), chunk_size=draw(st.sampled_from([4, 8])))
+        chosen |= {f"{of}_bias": draw(st.booleans()) for of in ("use", "use_conv", "mlp")}
+        chosen["layer_norm_epsilon"] = chosen.pop("rms_norm_eps")
+        chosen["mlp_hidden_act"] = draw(st.sampled_from(["relu2", chosen.pop("hidden_act")]))
+        chosen["moe_shared_expert_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
+        chosen["tie_word_embeddings"] = False
     if family in LINEAR_ATTENTION:
         key_heads, more = draw(st.integers(1, 2)), draw(st.integers(1, 2))
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)

@@ -51,6 +51,16 @@ WITH_SHARED = dict(
     **GRANITE,
 )
 MAMBA = dict(mamba_n_heads=4, mamba_d_state=8, mamba_d_head=16, mamba_n_groups=2, mamba_proj_bias=True)
+MAMBA_OF_NEMOTRON = dict(
+    head_dim=12,
+    ssm_state_size=8,
+    mamba_num_heads=4,
+    mamba_head_dim=16,
+    n_groups=2,
+    chunk_size=8,
+    pad_token_id=2,
+    tie_word_embeddings=False,
+)
 #: full attention has heads of another size, and its keys are its values
 GEMMA4 = dict(
     head_dim=12,
@@ -152,6 +162,19 @@ FAMILIES: dict[str, dict] = {
         conv_bias=True,
         pad_token_id=2,
         tie_word_embeddings=True,
+    ),
+    # each layer has one block
+    "nemotron_h": dict(
+        layer_types=["moe", "full_attention", "linear_attention"],
+        moe_shared_expert_intermediate_size=40,
+        **ROUTED,
+        **MAMBA_OF_NEMOTRON,
+    ),
+    "nemotron_h-dense": dict(
+        layer_types=["linear_attention", "full_attention", "mlp"],
+        use_bias=True,
+        mlp_bias=True,
+        **MAMBA_OF_NEMOTRON,
     ),
     "granitemoehybrid": dict(
         layer_types=["linear_attention", "full_attention", "linear_attention"],

@@ -96,9 +96,9 @@ class LayerPass:
                         written = seen.residual + self.layer.residual_multiplier * attended
                         new = attended if self._fixed else new
                     else:
-                        assert attended is not None
                         mlp = linear if is_mlp_end else None
-                        written = self.layer(hidden, self._kwargs, attention=_value(attended), mlp=mlp)
+                        of_attention = None if attended is None else _value(attended)
+                        written = self.layer(hidden, self._kwargs, attention=of_attention, mlp=mlp)
                 if last and written is not None:
                     home.write(self.stream.hidden_states[batch], written)
                 elif new is not None:
@@ -152,6 +152,7 @@ class LayerPass:
         if kept is None:
             return None
         if self._kept_input:
+            assert self.layer.attention_end is not None
             (linear,) = self.layer.linears_of(self.layer.attention_end)
             return partial(linear.module, kept)
         return _value(kept)

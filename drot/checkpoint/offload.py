@@ -221,9 +221,15 @@ def _weights_of(path: str | Path, model: Any, headers: Mapping[str, Header], fol
     headers: by the names of the model.
     """
     if (names := names_in_files(folder, model.config.model_type)) is None:
-        prefix = f"{model.base_model_prefix}."
+        family = family_of(model.config)
+        prefix = family.in_files(f"{model.base_model_prefix}.")
         without_prefix = not any(name.startswith(prefix) for name in headers)
-        return DiskWeights(path, headers, lambda name: name.removeprefix(prefix) if without_prefix else name)
+
+        def stored(name: str) -> str:
+            name = family.in_files(name)
+            return name.removeprefix(prefix) if without_prefix else name
+
+        return DiskWeights(path, headers, stored)
     model.drot_whole = Whole(folder, names)
     shapes = {name: header.shape for name, header in headers.items()}
     prepare(model, names, family_of(model.config).layers, shapes)

@@ -81,6 +81,7 @@ def save_in_shards(
     (folder / SAFE_WEIGHTS_NAME).rename(last)
     with safe_open(last, framework="pt") as handle:  # a tied head is not in it
         in_last = set(handle.keys())
+    rest = {decoder.family.in_files(name): each for name, each in rest.items()}
     assert in_last <= rest.keys(), "transformers saved other tensors than those that it was given"
     in_rest = {name: (rest[name].numel(), rest[name].nbytes) for name in in_last}
     whole: Whole | None = getattr(model, "drot_whole", None)

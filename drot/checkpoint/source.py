@@ -354,8 +354,9 @@ def stored_state(model: Any) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = revert_weight_conversion(model, model.state_dict())
         return found
     decoder = DecoderModel(model)
-    inside = f"{decoder.family.layers}."
-    found = {name: each for name, each in model.state_dict().items() if not name.startswith(inside)}
+    family, state = decoder.family, model.state_dict()
+    inside = f"{family.layers}."
+    found = {family.in_files(name): each for name, each in state.items() if not name.startswith(inside)}
     for layer in decoder.layers:
         found |= stored_tensors(layer)
     return found
@@ -372,6 +373,8 @@ def check_headers(
     tensors at random and cast others.
     """
     prefix = f"{model.base_model_prefix}."
+    if model.config.model_type in FAMILIES:
+        prefix = FAMILIES[model.config.model_type].in_files(prefix)
     without_head = not any(name.startswith(prefix) for name in headers)  # a saved base model has no prefix
     for key, tensor in stored_state(model).items():
         header = headers.get(key.removeprefix(prefix) if without_head else key)

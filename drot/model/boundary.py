@@ -113,24 +113,23 @@ class RotatedLayer(Mixin):
                 hidden_states = self.residual_rotation(hidden_states)
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         family = self.family
-        read = self._read(hidden_states, 0)
-        if family.linear_attention:
-            own = dict.fromkeys(CACHES, self.cache_argument) | {name: name for name in LINEAR_ARGUMENTS}
-            kwargs = {own[name]: each for name, each in kwargs.items() if name in own}
-        attended = getattr(self, family.attention)(hidden_states=read, **kwargs)
-        chosen = attended[2:] if family.returns_choice else ()
-        if not family.linear_attention:
-            attended = attended[0]
-        residual = hidden_states + self._added(attended, 0)
-        out = read_by_mlp = read if family.parallel else self._read(residual, 1)
-        for name in (*family.mlp_front, family.mlp):
-            out = getattr(self, name)(out)
+        residual, chosen = hidden_states, ()
+        out = read = self._read(hidden_states, 0)
+        if family.attention is not None:
+            out, chosen = self._attended(family.attention, read, kwargs)
+        if not family.one_block:
+            residual = hidden_states + self._added(out, 0)
+            read = read if family.parallel else self._read(residual, 1)
+        if family.attention != family.mlp:
+            out = read
+            for name in (*family.mlp_front, family.mlp):
+                out = getattr(self, name)(out)
         if isinstance(out, tuple):  # gpt-oss returns the scores of the router too
             out = out[0]
         if family.experts_beside is not None:
             out = self._with_experts(out, residual)
         if family.beside is not None and (beside := getattr(self, family.beside)) is not None:
-            out = out + beside(read_by_mlp)
+            out = out + beside(read)
         if self.boundary_place == "inside":
             output = residual + self._added(out, 1)
             if family.output_multiplier is not None:
@@ -141,6 +140,17 @@ class RotatedLayer(Mixin):
         else:
             output = self.residual_rotation(residual) + self._added(out, 1)
         return (output, *chosen) if chosen else output
+
+    def _attended(self, attention: str, read: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """The output of the attention, and the tokens that its indexer chose (`Family.returns_choice`)."""
+        family = self.family
+        if family.linear_attention:
+            own = dict.fromkeys(CACHES, self.cache_argument) | {name: name for name in LINEAR_ARGUMENTS}
+            kwargs = {own[name]: each for name, each in kwargs.items() if name in own}
+        found = getattr(self, attention)(hidden_states=read, **kwargs)
+        if family.linear_attention:
+            return found, ()
+        return found[0], found[2:] if family.returns_choice else ()
 
     def _read(self, residual: Tensor, block: int) -> Tensor:
         """What the attention, block 0, or the MLP, 1, reads of the residual."""
@@ -277,7 +287,7 @@ def add_boundary_rotation(
     rotation.requires_grad_(False)
     setattr(layer, ROTATION_MODULE, rotation)
     layer.boundary_place = place
-    if family.linear_attention:
+    if family.linear_attention and family.attention is not None:
         taken = inspect.signature(getattr(layer, family.attention).forward).parameters
         layer.cache_argument = next(name for name in CACHES if name in taken)
     _fit_class(layer, family)

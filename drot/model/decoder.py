@@ -52,7 +52,7 @@ class DecoderModel:
                 widths_of(model.config, index),
                 route_all=route_all,
                 weights=weights,
-                stored=getattr(model, "stored_layers", None),
+                stored=getattr(model, "stored_layers", self.family.in_files(self.family.layers)),
                 stored_dtype=functools.partial(stored_dtype, model),
             )
             for index, (layer, family) in enumerate(zip(modules, families, strict=True))
@@ -168,7 +168,8 @@ class DecoderModel:
         with self.in_memory(*self.ends):
             yield dict[str, Tensor | Ends](self.state_of_ends())
         for layer in self.loaded_layers():
-            yield {layer.prefix + name: tensor for name, tensor in layer.module.state_dict().items()}
+            prefix = f"{self.family.layers}.{layer.index}."
+            yield {prefix + name: tensor for name, tensor in layer.module.state_dict().items()}
 
     def state_of_ends(self) -> dict[str, Tensor]:
         """What the state dict holds outside of the layers; of a skeleton, what is in memory."""

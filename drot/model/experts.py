@@ -20,12 +20,14 @@ from drot.model.mixins import Mixin, mix, unmix
 PACKED = "packed_"
 
 
-def gated(experts: nn.Module, family: Family, gate: Tensor, up: Tensor) -> Tensor:
-    """The inputs of down_proj [..., n] from the outputs of gate and up [..., n]."""
-    if family.gated is not None:
-        result: Tensor = getattr(experts, family.gated)(torch.stack([gate, up], -1).flatten(-2))
+def gated(experts: nn.Module, family: Family, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The inputs of down_proj [..., n] from the outputs of gate and up [..., n], or of up alone."""
+    act: Any = getattr(experts, "act_fn", None)
+    if up is None:
+        result: Tensor = act(gate)
+    elif family.gated is not None:
+        result = getattr(experts, family.gated)(torch.stack([gate, up], -1).flatten(-2))
     else:
-        act: Any = experts.act_fn
         result = act(gate) * up
     return result
 
@@ -37,12 +39,13 @@ class ReplacedExperts(Mixin):
     In the place of a parameter is a module of its name with PACKED in front. It is called with inputs [n, in]
     of an expert, the number of the expert and its bias [out] or None, and returns the outputs [n, out].
 
-    names: the stock names of the two parameters. transposed: whether they are [experts, in, out], and
-        the outputs of gate and up alternate.
+    names: the stock names of the two parameters. has_gate: whether the first holds gate and up. transposed:
+        whether they are [experts, in, out], and the outputs of gate and up alternate.
     """
 
     family: Family
     names: tuple[str, ...]
+    has_gate: bool
     transposed: bool
     #: transformers draws parameters by their names unless a module says that it needs none
     _is_hf_initialized = True
@@ -51,7 +54,7 @@ class ReplacedExperts(Mixin):
         super().__init_subclass__()
         linears = [linear for linear in cls.family.linears if linear.expert == 0]
         cls.names = tuple(dict.fromkeys(linear.path.rpartition(".")[2] for linear in linears))
-        cls.transposed = linears[0].transposed
+        cls.has_gate, cls.transposed = len(linears) > len(cls.names), linears[0].transposed
 
     def forward(self: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden_states [tokens, d], chosen experts and their weights [tokens, k] -> [tokens, d]."""
@@ -59,7 +62,9 @@ class ReplacedExperts(Mixin):
         numbers = of_pairs.bincount().tolist()
         first, last = self.names
         outputs = self._products(first, hidden_states[order // chosen.shape[1]], numbers)
-        halves = (outputs[:, 0::2], outputs[:, 1::2]) if self.transposed else outputs.chunk(2, -1)
+        halves = outputs.chunk(1 + self.has_gate, -1)
+        if self.transposed:
+            halves = outputs[:, 0::2], outputs[:, 1::2]
         rotation = getattr(self, DOWN_ROTATION, None)
         outputs = self._products(last, gated(self, self.family, *halves), numbers, rotation)
         weighted = outputs * weights.flatten()[order, None]

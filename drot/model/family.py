@@ -118,7 +118,8 @@ class Family:
     models: the names of published models.
     groups: the input groups in the order of the forward pass, which is the order of the pruning.
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
-        stream.
+        stream. In a layer with one block `mlp` is its path, and `attention` too if it is an attention or a
+        Mamba; otherwise `attention` is None.
     beside: a module that reads what the MLP reads, and whose output the layer adds to that of the MLP. Some
         layers of a family have none.
     experts_beside: the names of four modules of a layer with `experts` beside its MLP, which read the stream
@@ -160,6 +161,7 @@ class Family:
         experts read, and is `unpruned`.
     expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
         empty if the files hold the parameters of all experts.
+    body: what the names of tensors in files begin with, where those of the model begin with `model.`.
     files: what the names of tensors of a layer begin with → what the files have in its place. The first that
         fits counts.
     parts: tensor of a layer → the names in files of its parts, which have as many rows each and lie one below
@@ -174,7 +176,7 @@ class Family:
 
     models: str
     groups: tuple[InputGroup, ...]
-    attention: str
+    attention: str | None
     mlp: str
     beside: str | None = None
     experts_beside: tuple[str, str, str, str] | None = None
@@ -202,6 +204,7 @@ class Family:
     experts: str | None = None
     router: str | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
+    body: str = "model."
     files: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, tuple[str, ...]], ...] = ()
     kinds: tuple[tuple[str, "Family"], ...] = ()
@@ -283,6 +286,11 @@ class Family:
         return [rotation for rotation, found in placed.items() if not found]
 
     @property
+    def one_block(self) -> bool:
+        """Whether a layer has one block, and not an attention and an MLP."""
+        return self.attention in (None, self.mlp)
+
+    @property
     def rotates_stream(self) -> bool:
         """Whether R1 rotates the residual stream, and not only what a layer makes of it."""
         return any(linear.output == "r1" for linear in self.linears)
@@ -325,6 +333,10 @@ class Family:
             return self.norms[0], self.norms[-1]
         assert self.post_norms is not None
         return self.post_norms
+
+    def in_files(self, name: str) -> str:
+        """The name in files of a tensor outside of the layers, or of the layers themselves."""
+        return self.body + name.removeprefix("model.") if name.startswith("model.") else name
 
     def name_in_files(self, name: str) -> str:
         """The name in files of a tensor of a layer. name: its name in the layer."""

@@ -76,17 +76,19 @@ def capture(
         hook = module_at(layer.module, layer.family.experts or "").register_forward_pre_hook(see_routed)
     else:
         hook = layer.linears_of(group)[0].module.register_forward_pre_hook(see_input)
-    (attention_end,) = layer.linears_of(layer.attention_end)
     # a norm reads the stream behind the rotation of a boundary; a layer without norms there has no such one
     norms = layer.norms
     with (
         (norms[0] if norms else layer.module).register_forward_pre_hook(
             lambda module, args: seen.update(residual=args[0])
         ),
-        attention_end.module.register_forward_hook(lambda module, args, output: seen.update(attended=output)),
+        contextlib.ExitStack() as hooks,
         hook,
         contextlib.suppress(_Stop),
     ):
+        for end in [] if layer.attention_end is None else layer.linears_of(layer.attention_end):
+            see = lambda module, args, output: seen.update(attended=output)  # noqa: E731
+            hooks.enter_context(end.module.register_forward_hook(see))
         layer(hidden, kwargs, attention=attention)
     return Captured(seen["input"], seen["residual"], seen.get("attended"))
 
@@ -208,8 +210,7 @@ def _intermediate(layer: DecoderLayer, group: InputGroup, experts: Tensor, x: Te
             outputs.append(x @ linear.weights_of(experts).mT)
             if (biases := linear.biases_of(experts)) is not None:
                 outputs[-1] += biases[:, None]
-    gate, up = outputs
-    found = gated(module, layer.family, gate, up)
+    found = gated(module, layer.family, *outputs)
     if (rotation := getattr(module, DOWN_ROTATION, None)) is None:
         return found
     pairs = zip(found, experts.tolist(), strict=True)

@@ -192,30 +192,39 @@ class DecoderLayer:
 
         hidden: the input [sequences, seqlen, d].
         kwargs: the further arguments that the model gives its layer (`DecoderModel.record`).
-        attention, mlp: what the block returns in place of its own output.
+        attention, mlp: what the block returns in place of its own output. The only block of a layer is `mlp`.
         """
         with contextlib.ExitStack() as replaced:
-            block = module_at(self.module, self.family.attention)
-            if self.family.linear_attention and self.dtype == torch.float32:
+            family = self.family
+            block = module_at(self.module, family.attention or family.mlp)
+            if family.linear_attention and self.dtype == torch.float32:
                 replaced.enter_context(_torch_functions(block))
+            # what an attention returns behind its output
+            beside = (None,) * (1 + family.returns_choice)
             if attention is not None:
-                beside = (None,) * (1 + self.family.returns_choice)
-                returned = attention if self.family.linear_attention else lambda: (attention(), *beside)
+                returned = attention if family.linear_attention else lambda: (attention(), *beside)
                 replaced.enter_context(_returning(block, returned))
             if mlp is not None:
-                of_mlp = mlp()  # may call the very module
-                replaced.enter_context(_returning(module_at(self.module, self.family.mlp), lambda: of_mlp))
+                of_mlp: Any = mlp()  # may call the very module
+                if family.attention == family.mlp and not family.linear_attention:
+                    of_mlp = of_mlp, *beside
+                replaced.enter_context(_returning(module_at(self.module, family.mlp), lambda: of_mlp))
             output = self.module(hidden, **kwargs)
         stream: Tensor = output[0] if self.family.returns_choice else output
         return stream
 
     @property
-    def attention_end(self) -> InputGroup:
-        """The group whose outputs are the output of the attention."""
+    def attention_end(self) -> InputGroup | None:
+        """The group whose outputs are the output of the attention; None where no other block follows it."""
+        if self.family.one_block:
+            return None
         return next(group for group in self.groups if group.writes_residual)
 
     def ends_layer(self, group: InputGroup) -> bool:
-        """Whether the outputs of `group` are the output of the MLP, or a part of it in a mixture."""
+        """Whether the outputs of `group` are the output of the MLP, or a part of it in a mixture.
+
+        In a layer with one block they are those of this block.
+        """
         return group.writes_residual and group is not self.attention_end
 
     def is_mlp_end(self, group: InputGroup) -> bool:

@@ -15,6 +15,7 @@ from drot.model.expert_layers import (
     with_shared_experts,
     with_shared_mlp,
 )
+from drot.model.one_block import NEMOTRON_H
 
 #: A mixture with shared experts without a gate.
 SHARED = with_shared_experts(MIXTURE, "mlp.shared_experts")
@@ -96,6 +97,7 @@ MIXTURES = {
         untouched=("self_attn.query_layernorm", "self_attn.key_layernorm"),
         kinds=(),
     ),
+    "nemotron_h": NEMOTRON_H,
     "minimax_m2": replace(
         MIXTURE,
         models="MiniMax-M2",

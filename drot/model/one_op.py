@@ -56,7 +56,7 @@ class OneOpNorm(Mixin):
 
 def use_one_op(layer: nn.Module, family: Family) -> None:
     """Lets one op compute each norm, gated activation and RoPE of a layer, where drot or torch has the op."""
-    attention = module_at(layer, family.attention)
+    attention = module_at(layer, family.attention or family.mlp)
     if not isinstance(attention, OneOpRope) and has_standard_rope(attention):
         mix(attention, OneOpRope)
     for norm in _rms_norms(layer, family):
@@ -69,7 +69,7 @@ def use_one_op(layer: nn.Module, family: Family) -> None:
 
 def use_stock_ops(layer: nn.Module, family: Family) -> None:
     """Undoes `use_one_op`. An MLP that holds R3 stays a GatedMLP."""
-    if isinstance(attention := module_at(layer, family.attention), OneOpRope):
+    if isinstance(attention := module_at(layer, family.attention or family.mlp), OneOpRope):
         unmix(attention)
     for norm in _rms_norms(layer, family):
         if isinstance(norm, OneOpNorm):

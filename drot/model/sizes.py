@@ -42,8 +42,20 @@ Width = Literal[
 #: the widths that are 0 in some models of a family, which then lack the linears of this width
 MAY_BE_ABSENT: tuple[Width, ...] = ("shared", "latent_q", "whole_query")
 #: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
-#: attention, a short convolution or a Mamba, `keys` an attention whose keys are its values too.
-LayerKind = Literal["", "dense", "linear", "linear dense", "keys", "keys dense"]
+#: attention, a short convolution or a Mamba, `keys` an attention whose keys are its values too. In a model
+#: whose layers have one block each, `attention` is an attention.
+LayerKind = Literal["", "dense", "linear", "linear dense", "keys", "keys dense", "attention"]
+
+
+#: block of a layer with one block → the kind of the layer; an MLP is the usual of a model without experts
+ONE_BLOCK: dict[str, LayerKind] = {
+    "linear_attention": "linear",
+    "full_attention": "attention",
+    "mlp": "dense",
+    "moe": "",
+}
+#: what the entries of a config begin with that name the width of shared experts
+SHARED = ("shared_expert", "moe_shared_expert", "shared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +80,8 @@ def experts_of(config: Any) -> int:
     """
     if _chosen(config) is None or not getattr(config, "enable_moe_block", True):
         return 0
+    if _one_block(config) and "moe" not in config.layer_types:
+        return 0
     return _first_of(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -85,12 +99,19 @@ def layer_kind(config: Any, index: int) -> LayerKind:
     """The kind of decoder layer `index`."""
     types = getattr(config, "layer_types", None)
     attention = types[index] if types else ""
+    if _one_block(config):
+        return ONE_BLOCK[attention] if experts_of(config) or attention != "mlp" else ""
     found = {
         "linear": attention in ("linear_attention", "mamba", "conv"),
         "keys": attention == "full_attention" and bool(getattr(config, "attention_k_eq_v", False)),
         "dense": _is_dense(config, index),
     }
     return cast(LayerKind, " ".join(kind for kind, holds in found.items() if holds))
+
+
+def _one_block(config: Any) -> bool:
+    """Whether each decoder layer has one block."""
+    return getattr(config, "model_type", None) == "nemotron_h"
 
 
 def _is_dense(config: Any, index: int) -> bool:
@@ -148,7 +169,7 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
     # Hunyuan's config has a list of the same number for each layer, which transformers does not read
     sizes = (getattr(config, f"{of}intermediate_size", None) for of in ("moe_", ""))
     expert = next((size for size in sizes if size and isinstance(size, int)), 0)
-    shared = _first_of(config, "shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = _first_of(config, *(f"{of}_intermediate_size" for of in SHARED))
     of_shared = _first_of(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     key, value = (
         getattr(config, f"linear_num_{of}_heads", 0) * getattr(config, f"linear_{of}_head_dim", 0)
@@ -181,13 +202,14 @@ def absent_widths(config: Any) -> frozenset[Width]:
 
 def _mamba_widths(config: Any) -> dict[Width, int]:
     """The widths of a Mamba 2; 0 in other models."""
-    if (heads := getattr(config, "mamba_n_heads", None)) is None:
+    if (heads := _first_of(config, "mamba_n_heads", "mamba_num_heads")) == 0:
         return {"mamba": 0, "mamba_in": 0}
-    values = int(config.mamba_expand * config.hidden_size)
-    return {
-        "mamba": values,
-        "mamba_in": 2 * values + 2 * config.mamba_n_groups * config.mamba_d_state + heads,
-    }
+    if (size := getattr(config, "ssm_state_size", None)) is not None:  # Nemotron-H
+        values, groups = heads * config.mamba_head_dim, config.n_groups
+    else:
+        values, groups = int(config.mamba_expand * config.hidden_size), config.mamba_n_groups
+        size = config.mamba_d_state
+    return {"mamba": values, "mamba_in": 2 * values + 2 * groups * size + heads}
 
 
 def _latent_widths(config: Any) -> dict[Width, int]:
