@@ -346,6 +346,7 @@ def settings_of_models(
         chosen["mlp_hidden_act"] = draw(st.sampled_from(["relu2", chosen.pop("hidden_act")]))
         chosen["moe_shared_expert_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
         chosen["tie_word_embeddings"] = False
+        chosen["moe_latent_size"] = draw(st.sampled_from([None, multiple, 3 * multiple]))
     if family in LINEAR_ATTENTION:
         key_heads, more = draw(st.integers(1, 2)), draw(st.integers(1, 2))
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)

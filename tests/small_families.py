@@ -170,6 +170,13 @@ FAMILIES: dict[str, dict] = {
         **ROUTED,
         **MAMBA_OF_NEMOTRON,
     ),
+    "nemotron_h-latent": dict(
+        layer_types=["linear_attention", "moe", "full_attention"],
+        moe_latent_size=16,
+        moe_shared_expert_intermediate_size=40,
+        **ROUTED,
+        **MAMBA_OF_NEMOTRON,
+    ),
     "nemotron_h-dense": dict(
         layer_types=["linear_attention", "full_attention", "mlp"],
         use_bias=True,

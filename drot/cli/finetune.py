@@ -3,13 +3,12 @@
 import dataclasses
 import math
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.tables import finetune_line
 from drot.cli.options import SOURCES, options_of
-from drot.cli.output import print_json, print_line
+from drot.cli.output import judging, print_json, print_line
 from drot.cli.progress_bars import working
 from drot.config import CalibrationConfig, FinetuneConfig, default_seqlen
 from drot.config.settings import fields_of
@@ -85,11 +84,11 @@ def finetune(
         print_line(finetune_line(result.manifest.finetune[-1]))
         print_line(f"Saved to {out}")
         print_line("Next:")
-        folder = shlex.quote(str(out))
         if config.keep_adapter:
             print_line(f"  peft.PeftModel.from_pretrained(drot.load({model!r}), {str(out)!r})  # in Python")
         else:
-            print_line(f"  drot eval {folder}  # its perplexity on wikitext2")
+            judge, measured = judging(out, chosen)
+            print_line(f"  {judge}  # its perplexity on {measured}")
 
 
 def sequences_of(tokens: str, model: str, text: CalibrationConfig) -> int:

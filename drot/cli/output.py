@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ from drot.cli.safe_text import SafeConsole
 if TYPE_CHECKING:  # imported when something is printed: help prints no manifest
     from drot.checkpoint.manifest import CheckpointManifest
     from drot.checkpoint.tables import Table
+    from drot.config import CalibrationConfig
 
 #: characters of the longest number, such as `17414 → 15115`, and of the narrowest column that is folded
 NUMBER, FOLDED = 16, 8
@@ -87,6 +89,24 @@ def saved_line(source: str, out: Path) -> str:
     why = " (zeros are stored too, and a rotated model has an lm_head of its own)" if after > before else ""
     sizes = f"{size_text(before)} -> {size_text(after)}"
     return f"Saved to {out}: {sizes}, {after / before:.2f} of the bytes{why}"
+
+
+def judging(out: Path, text: "CalibrationConfig", against: str | None = None) -> tuple[str, str]:
+    """The command that measures the perplexity of a checkpoint, and the text on which it does.
+
+    text: with which the checkpoint was made. If it lies in files, the machine may have no network.
+    against: the model with which the command compares the checkpoint.
+    """
+    from drot.text.names import are_files
+
+    command, measured = f"drot eval {shlex.quote(str(out))}", "wikitext2"
+    if against is not None:
+        command = f"{command} --against {shlex.quote(against)}"
+    if are_files(text.source):
+        command, measured = f"{command} --ppl TEXT.txt", "a text of yours that drot has not read"
+    if text.seqlen is not None:
+        command = f"{command} --seqlen {text.seqlen}"
+    return command, measured
 
 
 def print_manifest(manifest: "CheckpointManifest") -> None:

@@ -13,7 +13,7 @@ from drot.cli.dry_run import show_needs
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.log import tell
 from drot.cli.options import SOURCES, given_options, options_of
-from drot.cli.output import print_json, print_line, print_manifest, saved_line
+from drot.cli.output import judging, print_json, print_line, print_manifest, saved_line
 from drot.cli.progress_bars import working
 from drot.cli.ranks import checked_ranks, launch_if_asked
 from drot.cli.recipe import AskedRecipe, asked_recipe, check_rotations_file, fit_recipe, run_settings
@@ -219,17 +219,12 @@ def told_how_to_go_on(out: Path) -> Iterator[None]:
 def next_commands(model: str, out: Path, recipe: Recipe, manifest: "Manifest") -> Iterator[tuple[str, str]]:
     """The commands that judge the checkpoint, and the one that makes it smaller; and what each is for.
 
-    recipe: as it was asked for. Where all of its texts are files, the machine may have no network.
+    recipe: as it was asked for.
     """
     from drot.core.files import beside
-    from drot.text.names import are_files
 
     folder, packed = shlex.quote(str(out)), shlex.quote(str(beside(out, "-packed")))
-    judge, text = f"drot eval {folder} --against {shlex.quote(model)}", "wikitext2"
-    if are_files(recipe.calibration.source):
-        judge, text = f"{judge} --ppl TEXT.txt", "a text of yours that was not in the calibration"
-    if seqlen := recipe.calibration.seqlen:
-        judge = f"{judge} --seqlen {seqlen}"
+    judge, text = judging(out, recipe.calibration, model)
     yield judge, f"what the pruning cost, on {text}"
     yield f"drot report {folder}", "charts of the run, and what is unusual"
     pruning = manifest.recipe.pruning

@@ -59,7 +59,8 @@ class MaskedLora(lora.Linear):
 def add_adapter(model: "PreTrainedModel", config: FinetuneConfig) -> PeftModel:
     """Adds LoRA, with B = 0, to the linears of every decoder layer, and freezes all other weights.
 
-    The matrices A and B are fp32. Unless the adapter is kept, its layers are MaskedLora.
+    The last linear of a Mamba has none: kernels for a Mamba read its weight, past an adapter. The matrices A
+    and B are fp32. Unless the adapter is kept, its layers are MaskedLora.
     """
     families = layer_families(model.config, model.config.num_hidden_layers)
     settings = LoraConfig(
@@ -67,7 +68,9 @@ def add_adapter(model: "PreTrainedModel", config: FinetuneConfig) -> PeftModel:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it by r
         lora_dropout=config.dropout,
-        target_modules=sorted({linear.path for family in families for linear in family.linears}),
+        target_modules=sorted(
+            {linear.path for family in families for linear in family.linears if linear.shape[1] != "mamba"}
+        ),
     )
     if not config.keep_adapter:
         settings._register_custom_module({nn.Linear: MaskedLora})

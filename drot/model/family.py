@@ -271,8 +271,9 @@ class Family:
         return replace(self, groups=tuple(transposed(one) if one.routed else one for one in self.groups))
 
     def takes(self, rotation: Rotates) -> bool:
-        """Whether `rotation` acts on a linear of the family."""
-        return any(rotation in linear.rotations for linear in self.linears)
+        """Whether `rotation` acts on a linear of one of its layers."""
+        layers = self, *dict(self.kinds).values()
+        return any(rotation in linear.rotations for layer in layers for linear in layer.linears)
 
     def lacks(self, mode: str) -> list[Rotates]:
         """The rotations of a run in `mode` (RotationConfig) that act on no linear of the family."""

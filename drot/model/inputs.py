@@ -192,7 +192,7 @@ def routed_inputs(
             x[rows, at] = hidden[columns]
             routed = columns.new_zeros(x.shape[:2])
             routed[rows, at] = columns
-            if group.norm is None:
+            if group.linears[0] != own[0]:
                 x = _intermediate(layer, group, experts[places], x)
                 x *= (torch.arange(x.shape[1], device=x.device) < count[:, None])[..., None]
             yield RoutedInputs(places, count, _unfolded(layer, group, x) if folded else x, routed)
@@ -206,7 +206,7 @@ def _intermediate(layer: DecoderLayer, group: InputGroup, experts: Tensor, x: Te
     module = module_at(layer.module, layer.family.experts or "")
     outputs = []
     for linear in layer.linears.values():
-        if linear.spec.expert == group.expert and not linear.spec.writes_residual:
+        if linear.spec.expert == group.expert and linear.spec not in group.linears:
             outputs.append(x @ linear.weights_of(experts).mT)
             if (biases := linear.biases_of(experts)) is not None:
                 outputs[-1] += biases[:, None]

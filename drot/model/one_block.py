@@ -58,10 +58,15 @@ MAMBA = replace(
     groups=_groups("attention", (_reads("in_proj", "mamba_in"),), "o", _writes("out_proj", "mamba")),
     untouched=("mixer", "mixer.conv1d", "mixer.norm"),
 )
-#: The usual layer has experts, and a shared one that reads all tokens.
-NEMOTRON_H = replace(
+SHARED = _groups(
+    "shared",
+    (_reads("shared_experts.up_proj", "shared"),),
+    "shared_down",
+    _writes("shared_experts.down_proj", "shared"),
+)
+#: Experts, and one that reads all tokens.
+EXPERTS = replace(
     MLP,
-    models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
     groups=(
         *_groups(
             "mlp",
@@ -70,20 +75,42 @@ NEMOTRON_H = replace(
             _writes("experts.down_proj", "expert", part="down_proj"),
             routed=True,
         ),
-        *_groups(
-            "shared",
-            (_reads("shared_experts.up_proj", "shared"),),
-            "shared_down",
-            _writes("shared_experts.down_proj", "shared"),
-        ),
+        *SHARED,
     ),
     experts="mixer.experts",
     router="mixer.gate",
     expert_files=tuple((part, f"mixer.experts.{{}}.{part}.weight") for part in ("up_proj", "down_proj")),
+)
+#: Between the experts and the stream lie two linears, which R1 rotates in place of the experts.
+LATENT_IN, LATENT_OUT = _groups(
+    "latent", (_reads("fc1_latent_proj", "latent"),), "latent_out", _writes("fc2_latent_proj", "latent")
+)
+LATENT_EXPERTS = replace(
+    EXPERTS,
+    groups=(
+        LATENT_IN,
+        InputGroup(
+            name="mlp",
+            linears=(LinearSpec("mixer.experts.up_proj", ("expert", "latent"), part="up_proj"),),
+            routed=True,
+        ),
+        InputGroup(
+            name="down",
+            linears=(LinearSpec("mixer.experts.down_proj", ("latent", "expert"), part="down_proj"),),
+            routed=True,
+        ),
+        LATENT_OUT,
+        *SHARED,
+    ),
+)
+
+NEMOTRON_H = replace(
+    EXPERTS,
+    models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
     kinds=(
+        ("latent", LATENT_EXPERTS),
         ("dense", MLP),
         *((kind, MAMBA) for kind in ("linear", "linear dense")),
         *((kind, ATTENTION) for kind in ("attention", "attention dense")),
     ),
-    required=(("moe_latent_size", None),),
 )

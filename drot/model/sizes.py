@@ -14,6 +14,7 @@ from drot.core.errors import UserError
 #: latents of queries and of keys and values, and `latent_kv_rope` is that with the part of the keys that RoPE
 #: turns. `mla_query`, `mla_kv` and `mla_value` are heads · head_dim of queries, of keys without RoPE together
 #: with values, and of values. `whole_query` is `mla_query` in a model whose queries have no latent.
+#: `latent` is the width of what experts read, and write, that do not read the stream.
 #: `convolved` is the width of what a short convolution reads with its two gates. `mamba` is the width of the
 #: values of a Mamba, and `mamba_in` that with a gate for each, and with what makes its state and its step.
 Width = Literal[
@@ -35,6 +36,7 @@ Width = Literal[
     "mla_kv",
     "mla_value",
     "whole_query",
+    "latent",
     "convolved",
     "mamba",
     "mamba_in",
@@ -43,8 +45,8 @@ Width = Literal[
 MAY_BE_ABSENT: tuple[Width, ...] = ("shared", "latent_q", "whole_query")
 #: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
 #: attention, a short convolution or a Mamba, `keys` an attention whose keys are its values too. In a model
-#: whose layers have one block each, `attention` is an attention.
-LayerKind = Literal["", "dense", "linear", "linear dense", "keys", "keys dense", "attention"]
+#: whose layers have one block each, `attention` is an attention, and `latent` experts that read a latent.
+LayerKind = Literal["", "dense", "linear", "linear dense", "keys", "keys dense", "attention", "latent"]
 
 
 #: block of a layer with one block → the kind of the layer; an MLP is the usual of a model without experts
@@ -100,6 +102,8 @@ def layer_kind(config: Any, index: int) -> LayerKind:
     types = getattr(config, "layer_types", None)
     attention = types[index] if types else ""
     if _one_block(config):
+        if attention == "moe" and config.moe_latent_size:
+            return "latent"
         return ONE_BLOCK[attention] if experts_of(config) or attention != "mlp" else ""
     found = {
         "linear": attention in ("linear_attention", "mamba", "conv"),
@@ -188,6 +192,7 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         "linear_value": value,
         "linear_qkv": 2 * key + value,
         "linear_qkvz": 2 * key + 2 * value,
+        "latent": getattr(config, "moe_latent_size", None) or 0,
         "convolved": 3 * config.hidden_size,
         **_mamba_widths(config),
         **_latent_widths(config),

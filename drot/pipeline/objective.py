@@ -78,6 +78,7 @@ def layer_objective(
         blocks=recipe.rotation.blocks,
         down_block=down_block,
         fixed_r1=fixed_r1,
+        one_block=layer.family.one_block,
         keeps_ones=layer.family.layer_norm,
         outputs=stream.weights.of_outputs(layer) if weighted and stream.weights else {},
     )

@@ -63,6 +63,7 @@ class LayerObjective:
     blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
     down_block: the size of the blocks of R3, for which `metrics` were made; None without R3.
     fixed_r1: whether R1 stays the identity.
+    one_block: whether the layer has one block, so that no output is that of an attention before the MLP.
     keeps_ones: whether the training of R1 keeps R1 1 = 1.
     outputs: for `pruned`, name of a linear → how much each of its outputs counts [out]. Without any, a linear
         counts by its number of outputs.
@@ -81,6 +82,7 @@ class LayerObjective:
         blocks: int = 1,
         down_block: int | None = None,
         fixed_r1: bool = False,
+        one_block: bool = False,
         keeps_ones: bool = False,
         outputs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
@@ -104,7 +106,7 @@ class LayerObjective:
             if linear.name in self.sparsity
         ]
         self._output_weights = OutputWeights(outputs, pruned, shape) if objective == "pruned" else None
-        attention_end = next((group for group in groups if group.writes_residual), None)
+        writes = [] if one_block else [group for group in groups if group.writes_residual]
         for of_stack in self._stacked(weights):
             group, of_groups = of_stack[0], [metrics.metrics[group.name] for group in of_stack]
             places = [i for i, linear in enumerate(group.linears) if linear.name in self.sparsity]
@@ -113,7 +115,7 @@ class LayerObjective:
                 self.r2_metric = of_groups[0].rounded(product_dtype)
             if group.input in (None, "r3"):
                 left = group.linears[0].output == "r1"
-                ends_attention = left and group.input is None and group is attention_end
+                ends_attention = left and group.input is None and group in writes[:1]
                 r3 = side_by_side(of_groups, product_dtype) if is_rotated(group, down_block) else None
                 how: dict[str, Any] = {"by_r1": left, "r3": r3, "loss_dtype": self.loss_dtype}
                 for place, part in zip(places, parts, strict=True):

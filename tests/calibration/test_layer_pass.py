@@ -25,7 +25,7 @@ def layer_and_stream(family, place=None, dtype=torch.float32):
     stream = CalibrationStream.embed(model, random_tokens(5, LENGTH), torch.device("cpu"))
     layer = model.layers[1]
     if (place := place_in(model, place)) is not None:
-        rotation = add_boundary_rotation(layer.module, model.family, place, 32, dtype=dtype, device="cpu")
+        rotation = add_boundary_rotation(layer.module, layer.family, place, 32, dtype=dtype, device="cpu")
         rotation.weight.copy_(torch.linalg.qr(torch.randn(32, 32))[0])
     return layer, stream
 
@@ -52,7 +52,7 @@ def from_the_start(layer, stream, group):
     found = outputs(layer.module, stream)
     for handle in handles:
         handle.remove()
-    return torch.cat(seen), torch.cat(middle if group.name == "o" else found)
+    return torch.cat(seen), torch.cat(middle if group is layer.attention_end else found)
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def halve(layer, group):
 
 
 #: every family in every place, in one of two dtypes
-FAMILIES = [*WITHOUT_EXPERTS, "glm4_moe"]
+FAMILIES = [*WITHOUT_EXPERTS, "glm4_moe", "nemotron_h", "nemotron_h-dense"]
 PLACES = [
     (family, place, (torch.float32, torch.bfloat16)[(i + j) % 2])
     for i, family in enumerate(FAMILIES)

@@ -42,7 +42,7 @@ def test_table(calls, capsys):
 
 @pytest.mark.slow
 def test_the_end_of_a_run_says_what_to_do_next(capsys, tmp_path):
-    """Each command runs as it is printed."""
+    """Each command runs as it is printed, with a text of the user in place of TEXT.txt."""
     recipe = Recipe().replace(steps=2, solve="none", target="self")
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
     dense = small_model("llama", tie_word_embeddings=True, num_hidden_layers=1)
@@ -56,6 +56,8 @@ def test_the_end_of_a_run_says_what_to_do_next(capsys, tmp_path):
         tmp_path / "text.txt",
         "--nsamples",
         2,
+        "--seqlen",
+        32,
     ]
     assert cli.run(["prune", *map(str, [tmp_path / "model", "--out", out, *arguments])]) == 0
     shown = capsys.readouterr().out
@@ -63,8 +65,8 @@ def test_the_end_of_a_run_says_what_to_do_next(capsys, tmp_path):
     assert [line.split()[0] for line in commands] == ["eval", "report", "convert"]
     pytest.importorskip("matplotlib", reason="a report needs matplotlib")
     for line in commands:
-        text = ["--ppl", str(tmp_path / "text.txt")] if line.startswith("eval") else []
-        assert cli.run([*shlex.split(line), *text]) == 0, line
+        assert line.endswith(" --ppl TEXT.txt --seqlen 32") == line.startswith("eval")
+        assert cli.run(shlex.split(line.replace("TEXT.txt", str(tmp_path / "text.txt")))) == 0, line
     assert any((tmp_path / "a folder-packed").glob("model*.safetensors"))
 
 
