@@ -148,11 +148,12 @@ def family_of(config: Any) -> Family:
             f"model type {model_type!r} is not supported: expected one of {', '.join(FAMILIES)}; "
             "drot info MODEL names what drot cannot place in it"
         )
-    family = declared(config)
-    if family.needs and not hasattr(import_module("transformers.core_model_loading"), family.needs):
+    needs = FAMILIES[model_type].needs
+    if needs and not hasattr(import_module("transformers.core_model_loading"), needs):
         raise UserError(
             f"a model of type {model_type!r} needs a newer transformers: pip install -U transformers"
         )
+    family = declared(config)
     for name, value in family.required:
         got = getattr(config, name, value)
         if any(one != value for one in (got if isinstance(got, list) else [got])):

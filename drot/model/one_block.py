@@ -107,6 +107,7 @@ LATENT_EXPERTS = replace(
 NEMOTRON_H = replace(
     EXPERTS,
     models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
+    needs="GroupWeightRename",  # an older transformers names the blocks in another way
     kinds=(
         ("latent", LATENT_EXPERTS),
         ("dense", MLP),

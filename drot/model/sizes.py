@@ -82,7 +82,7 @@ def experts_of(config: Any) -> int:
     """
     if _chosen(config) is None or not getattr(config, "enable_moe_block", True):
         return 0
-    if _one_block(config) and "moe" not in config.layer_types:
+    if _one_block(config) and "moe" not in getattr(config, "layer_types", ["moe"]):
         return 0
     return _first_of(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
