@@ -79,3 +79,14 @@ def test_a_layer_of_qwen3_30b_a3b_takes_less_than_30_gb():
     costs, _ = counting["counted_run"](model.eval().requires_grad_(False), chosen, tokens)
     routed = 5 * inputs.ROUTED_BYTES + 128 * (4 * 2048**2 + 2 * 2 * 768 * 2048)
     assert 10e9 < max(costs.peak.values()) < 30e9 - routed
+
+
+@pytest.mark.slow
+def test_ranks_share_the_work(monkeypatch):
+    """Those of four machines send. Each trains the rotations of other layers, and prunes other rows."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    minutes_of = runpy.run_path(str(ROOT / "benchmarks/minutes.py"))["minutes_of"]
+    alone, of_32 = (minutes_of("llama-3-8b", "balanced", 32, 64, ranks, steps=2)[0] for ranks in (1, 32))
+    assert alone["send"] == 0 < of_32["send"]
+    assert of_32["rotate"] < alone["rotate"] / 8 and of_32["prune"] < alone["prune"]
+    assert of_32["calibrate"] < alone["calibrate"]
