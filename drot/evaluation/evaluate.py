@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,35 +141,54 @@ def evaluate(
         seqlen=seqlen, device=target, against=original, task_names=tasks, tasks=prepare_tasks(tasks),
         task_options=options, progress=progress,
     )  # fmt: skip
-    dtype = str(computing_dtype(dtype, target))
-    dense: OpenModel | None = None
     results: list[dict[str, Any]] = []
-    broken: list[BrokenModelError] = []
+    broken: list[str] = []
+    dtype = str(computing_dtype(dtype, target))
+    for name, found in _measured(names, tokenizers, texts, setup, dtype, stream=stream):
+        if isinstance(found, BrokenModelError):
+            broken.append(f"{name}: {found}")
+            continue
+        if record:
+            record_figures(name, found if limit is None else found | NO_TASKS)
+        results.append(found)
+    if broken:
+        together = BrokenModelError("; ".join(broken))
+        together.finished = results
+        raise together
+    return results
+
+
+def _measured(
+    names: Sequence[str],
+    tokenizers: Mapping[str, Any],
+    texts: Mapping[str, dict[str, Tensor]],
+    setup: Setup,
+    dtype: str,
+    *,
+    stream: bool,
+) -> Iterator[tuple[str, dict[str, Any] | BrokenModelError]]:
+    """Each model with its figures, or with what keeps it from having some.
+
+    The model of `setup.against` is opened once, unless the memory has room for it beside some models only.
+    """
+    original = setup.against
+    dense: OpenModel | None = None
     for name in names:
-        told = _naming(name, progress) if len(names) > 1 else progress
+        told = _naming(name, setup.progress) if len(names) > 1 else setup.progress
         told(ProgressEvent(phase="load"))
         whole = dense is not None and dense.weights is None
         needed = [name] if original is None or whole else [name, original]
-        streamed = stream or must_stream(needed, dtype, target)
+        streamed = stream or must_stream(needed, dtype, setup.device)
         if original is not None and (dense is None or whole == streamed):
             dense = None  # before its other form takes memory
             dense = open_model(original, dtype, streamed=streamed)
         try:  # the model is in memory during this call only
-            figures = measure(
+            yield name, measure(
                 open_model(name, dtype, streamed=streamed), name, tokenizers[name], texts[name],
                 dataclasses.replace(setup, progress=told), dense,
             )  # fmt: skip
         except BrokenModelError as error:
-            broken.append(BrokenModelError(f"{name}: {error}"))
-            continue
-        if record:
-            record_figures(name, figures if limit is None else figures | NO_TASKS)
-        results.append(figures)
-    if broken:
-        together = BrokenModelError("; ".join(map(str, broken)))
-        together.finished = results
-        raise together
-    return results
+            yield name, error
 
 
 def _configs(names: Sequence[str], stream: bool) -> dict[str, Any]:

@@ -160,27 +160,7 @@ def _finetune(
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
     warn_of_rounding(files, loaded)
-    # it imports accelerate, which takes seconds
-    from drot.finetuning.run import run_finetuning
-
-    try:
-        gpus = [torchrun.local_rank()] if is_gpu(target) else []
-        own_generators = torch.random.fork_rng(gpus, device_type=target.type)
-        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, own_generators:
-            trained, record = run_finetuning(
-                loaded,
-                config,
-                (sequences, held_out),
-                Path(folder),
-                dense=dense,
-                cpu=target.type == "cpu",
-                progress=progress,
-            )
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"the GPU has too little memory for `batch_size`, {config.batch_size}, and sequences of "
-            f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
-        ) from None
+    trained, record = _train(loaded, config, (sequences, held_out), dense, target, progress)
     record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
     finetuning = FinetuneRecord.model_validate({"from": recorded_name(model), **record})
     if packed:
@@ -207,6 +187,32 @@ def _finetune(
     if not config.keep_adapter:
         trained.drot_files = manifest, ""
     return FinetuneResult(trained, manifest, out)
+
+
+def _train(
+    model: Any,
+    config: FinetuneConfig,
+    sequences: tuple[Tensor, Tensor],
+    dense: Any,
+    target: torch.device,
+    progress: Progress,
+) -> tuple[Any, dict[str, Any]]:
+    """The trained model and the record of the training (`run_finetuning`). The caller's generators stay."""
+    # it imports accelerate, which takes seconds
+    from drot.finetuning.run import run_finetuning
+
+    cpu, gpus = target.type == "cpu", [torchrun.local_rank()] if is_gpu(target) else []
+    own_generators = torch.random.fork_rng(gpus, device_type=target.type)
+    try:
+        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, own_generators:
+            return run_finetuning(
+                model, config, sequences, Path(folder), dense=dense, cpu=cpu, progress=progress
+            )
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the GPU has too little memory for `batch_size`, {config.batch_size}, and sequences of "
+            f"`seqlen`, {sequences[0].shape[1]}: lower them or use `gradient_checkpointing=True`"
+        ) from None
 
 
 def _manifest_after(

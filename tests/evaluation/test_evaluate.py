@@ -33,7 +33,7 @@ from drot.reporting.demo import HELD_OUT, MODEL
             "--seqlen must be at least 2, since the first token of a window is not predicted; got 0",
         ),
         ("--seqlen 1", "--seqlen must be at least 2"),
-        ("--seqlen 2049", "--seqlen must be at most 2048, the positions of this model; got 2049"),
+        ("--seqlen 513", "--seqlen must be at most 512, the positions of this model; got 513"),
         ("--ppl short.txt", "tokens, but one window needs 64: lower --seqlen"),
         (
             "--ppl c4",
