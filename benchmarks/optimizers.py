@@ -26,7 +26,15 @@ from transformers import AutoModelForCausalLM
 
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.load import load_tokenizer
-from drot.config import OPTIMIZER_DEFAULTS, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import (
+    OPTIMIZER_DEFAULTS,
+    PruningConfig,
+    Recipe,
+    ResolvedRecipe,
+    RotationConfig,
+    Sparsity,
+    resolve,
+)
 from drot.machine.devices import pick_device
 from drot.model.decoder import DecoderModel
 from drot.model.families import LLAMA
@@ -68,6 +76,15 @@ class TangentAdam:
         for omega, q in zip(self._omegas, self.matrices, strict=True):
             eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
             q.copy_(q @ torch.linalg.solve(eye - omega / 2, eye + omega / 2))
+
+
+def resolved(
+    rotation: RotationConfig, device: torch.device, pruning: PruningConfig | None = None
+) -> ResolvedRecipe:
+    """The recipe with equal tokens and without R3."""
+    rotation = dataclasses.replace(rotation, down_rotation="none")
+    pruning = dataclasses.replace(pruning or PruningConfig(), token_weights="equal")
+    return resolve(Recipe(rotation=rotation, pruning=pruning), device=device.type)
 
 
 def synthetic_objective(n: int, kind: str, device: torch.device) -> LayerObjective:
@@ -112,7 +129,7 @@ def real_objectives(
     for layer in model.layers[: max(options.layers) + 1]:
         layer.to(device)
         for kind in options.objective if layer.index in options.layers else ():
-            recipe = Recipe(rotation=RotationConfig(objective=kind), pruning=options.pruning)
+            recipe = resolved(RotationConfig(objective=kind), device, options.pruning)
             objective, _ = layer_objective(layer, stream, recipe)
             yield Path(options.model).name, layer.index, kind, objective
         stream.advance(layer)
@@ -170,8 +187,9 @@ def main() -> None:
                 "adam": (OPTIMIZERS, {"fast": TangentAdam}),
                 "spectral": (DIRECTIONS, {"entropy": DIRECTIONS["pruned"]}),
             }
+            rotation = resolved(config, device).rotation
             with mock.patch.dict(*peers.get(optimizer, (OPTIMIZERS, {}))):
-                _, record = train_rotation([objective], config, device=device)
+                _, record = train_rotation([objective], rotation, device=device)
             goal = record["loss_after"] if goal is None and optimizer == "paper" else goal
             below = next((i for i, loss in enumerate(record["loss_curve"]) if goal and loss <= goal), None)
             default = optimizer in OPTIMIZERS and config == RotationConfig(
@@ -185,16 +203,16 @@ def main() -> None:
                 "layer": index,
                 "objective": kind,
                 "optimizer": optimizer,
-                "steps": config.resolved_steps,
-                "lr": config.resolved_lr,
+                "steps": rotation.steps,
+                "lr": rotation.lr,
                 "loss_before": f"{record['loss_before']:.2f}",
                 "loss_after": f"{record['loss_after']:.2f}",
                 "steps_to_paper": "" if goal is None else "never" if below is None else below,
             }
             against = "" if goal is None else f"  below paper's end at step {row['steps_to_paper']}"
             print(
-                f"{model} layer {index}  {kind:<8} {optimizer:<6} {config.resolved_steps:>5} steps"
-                f"  lr {config.resolved_lr:<5} loss {row['loss_before']} -> {row['loss_after']}{against}"
+                f"{model} layer {index}  {kind:<8} {optimizer:<6} {rotation.steps:>5} steps"
+                f"  lr {rotation.lr:<5} loss {row['loss_before']} -> {row['loss_after']}{against}"
                 f"{'  (default)' if default else ''}",
                 flush=True,
             )
