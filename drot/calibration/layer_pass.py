@@ -78,7 +78,7 @@ class LayerPass:
         """
         buffer, outputs = None, outputs and self.layer.adds(group)
         ends_attention, ends_layer = group is self.layer.attention_end, self.layer.ends_layer(group)
-        last = outputs and ends_layer and self._fixed
+        last = outputs and ends_layer and self._fixed and group is self.layer.groups[-1]
         is_mlp_end = self.layer.is_mlp_end(group)
         keeps_inputs = is_mlp_end and not last and self._room_for(group)
         with self.stream.copies_home() as home:

@@ -233,10 +233,15 @@ def accept_files(folder: Path | str) -> CheckpointManifest:
     """Records the hashes of all files of a checkpoint (`files_in`) as they are now; returns the manifest.
 
     For a checkpoint that was changed on purpose. Evaluations of other weights, or by another config.json, are
-    dropped, and a warning says so. Raises UserError if it holds no readable manifest.
+    dropped, and a warning says so. Raises UserError if it holds no readable manifest, or lacks a file with
+    weights that its index names.
     """
+    from drot.checkpoint.source import INDEX, weight_files  # it imports torch
+
     folder = Path(folder)
     with _turn(folder):
+        if (folder / INDEX).exists():
+            weight_files(folder)
         manifest = read_any_manifest(folder)
         before, manifest.files = manifest.files, folder_records(folder)
         differing = {name for name, record in manifest.files.items() if before.get(name) != record}

@@ -63,7 +63,7 @@ def _same_in_shards(folder: Path, family: Family, recorded: Mapping[str, FileRec
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118
-                index = re.match(re.escape(family.layers) + r"\.(\d+)\.", name)
+                index = re.match(re.escape(family.in_files(family.layers)) + r"\.(\d+)\.", name)
                 layers[int(index[1]) if index else len(recorded)][name] = file
     names = shard_names(len(layers))
     if set(names) != {name for name in recorded if name.endswith(".safetensors")}:

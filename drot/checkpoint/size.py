@@ -1,5 +1,6 @@
 """The bytes of a checkpoint: of its weights on disk, and of the files that a run is going to write."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,26 @@ def weight_bytes(folder: str | Path) -> int | None:
     """
     files = (file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name))
     return sum(file.stat().st_size for file in files) or None
+
+
+def why_larger(source: str | Path, folder: Path) -> str:
+    """What the weights in `folder` hold beside those of `source`, in words."""
+    from drot.checkpoint.source import DENSE_DTYPES, read_headers, weight_files  # it imports torch
+
+    before, after = (read_headers(weight_files(Path(each))) for each in (source, folder))
+    added = {
+        name: math.prod(header.shape) * DENSE_DTYPES[header.dtype].itemsize
+        for name, header in after.items()
+        if name not in before and header.dtype in DENSE_DTYPES
+    }
+    kinds = {"rotations": "_rotation.weight", "lm_head, which was tied": "lm_head.weight"}
+    found = []
+    for kind, end in kinds.items():
+        if size := sum(size for name, size in added.items() if name.endswith(end)):
+            found.append(f"{kind}: {size_text(size)}")
+    if not any(name.endswith(".values") for name in after):
+        found.append("zeros take as many bytes as other weights")
+    return "; ".join(found)
 
 
 def size_text(count: float) -> str:

@@ -372,7 +372,7 @@ def check_headers(
     embedding, and any other head may not be trained yet. transformers itself would initialise some of these
     tensors at random and cast others.
     """
-    prefix = f"{model.base_model_prefix}."
+    own = prefix = f"{model.base_model_prefix}."
     if model.config.model_type in FAMILIES:
         prefix = FAMILIES[model.config.model_type].in_files(prefix)
     without_head = not any(name.startswith(prefix) for name in headers)  # a saved base model has no prefix
@@ -380,6 +380,11 @@ def check_headers(
         header = headers.get(key.removeprefix(prefix) if without_head else key)
         if header is None and not key.startswith(prefix):
             continue
+        if header is None and own + key.removeprefix(prefix) in headers:
+            raise UserError(
+                f"the names of the tensors begin with {own}, where drot reads {prefix}, as published: open the "
+                "model with transformers and save it again"
+            )
         if header is None:
             raise UserError(f"{key} is missing from the checkpoint: convert or copy the checkpoint again")
         if header.shape != list(tensor.shape):

@@ -14,7 +14,7 @@ from drot.config.rotation import point_of
 #: the cell of a figure that there is not
 NONE = "-"
 #: what a rotation of the residual gives; by the rows in benchmarks/README.md it costs no perplexity
-BOUNDARY_GAIN = "part of down_proj's product"
+BOUNDARY_GAIN = "part of the product of the last linear of a layer"
 
 
 @dataclass(frozen=True)

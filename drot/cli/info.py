@@ -109,6 +109,7 @@ def _show_model(name: str, as_json: bool) -> None:
 def _verify(folder: Path, as_json: bool) -> None:
     """Prints a line for each file that is not as drot wrote it. Raises UserError if a file is damaged."""
     from drot.checkpoint.integrity import EXTRA
+    from drot.checkpoint.resume import IDENTITY
     from drot.checkpoint.verify import verify_folder
 
     found = verify_folder(folder)
@@ -117,21 +118,24 @@ def _verify(folder: Path, as_json: bool) -> None:
     else:
         for name, problem in sorted(found.damaged.items()):
             print_line(f"{name} {problem}")
+        listed = "parts.json" if found.unfinished else "drot.json"
         for name in found.unknown:
-            print_line(f"{name} is not listed in drot.json, and no model is loaded from it")
+            print_line(f"{name} is not listed in {listed}, and no model is loaded from it")
     if found.damaged:
         extra = [name for name, problem in found.damaged.items() if problem == EXTRA]
         changed = "copy them again, or record a change of your own with --accept"
         if found.unfinished:
-            changed = "the run computes damaged parts again with --resume, which needs run.json"
+            changed = "the run goes on with --resume, and computes damaged parts again"
+        if IDENTITY in found.damaged:
+            changed = f"no run goes on without {IDENTITY}: copy it back, or remove the folder"
         advice = [changed] * (len(extra) < len(found.damaged))
         advice += ["remove the extra files, which drot did not write"] * bool(extra)
         raise UserError(
-            f"{len(found.damaged)} of {len(found.files)} files in {folder} are not as drot wrote them: "
+            f"{folder}: {counted(len(found.damaged), 'file')} of {len(found.files)} not as recorded: "
             + ", and ".join(advice)
         )
     if not as_json:
-        print_line(f"{counted(len(found.files), 'file')} in {folder}: as drot wrote them")
+        print_line(f"{counted(len(found.files), 'file')} in {folder}: as recorded")
 
 
 def _show_machine(as_json: bool) -> None:

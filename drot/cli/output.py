@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
-from drot.checkpoint.size import size_text, weight_bytes
+from drot.checkpoint.size import size_text, weight_bytes, why_larger
 from drot.cli.safe_text import SafeConsole
 
 if TYPE_CHECKING:  # imported when something is printed: help prints no manifest
@@ -80,13 +80,13 @@ def print_facts(found: Iterable[tuple[str, str]]) -> None:
 
 
 def saved_line(source: str, out: Path) -> str:
-    """Says where a checkpoint was saved, how many bytes its weights and those of its source have, and why."""
+    """Says where a checkpoint was saved, the bytes of its weights and of those of its source, and why more."""
     before, after = weight_bytes(source), weight_bytes(out)
     if after is None:
         return f"Saved to {out}"
     if before is None:  # a model on the hub
         return f"Saved to {out}: {size_text(after)}"
-    why = " (zeros are stored too, and a rotated model has an lm_head of its own)" if after > before else ""
+    why = f" ({why_larger(source, out)})" if after > before else ""
     sizes = f"{size_text(before)} -> {size_text(after)}"
     return f"Saved to {out}: {sizes}, {after / before:.2f} of the bytes{why}"
 

@@ -57,11 +57,7 @@ def asked_recipe(file: Path | None, given: dict[str, Any], quality: str | None) 
     before = start
     if manifest:
         start = _opened(start, fields)
-    recipe = start.replace(**fields)
-    if quality is not None:
-        if "steps" not in fields and recipe.rotation.optimizer == "fast":  # the quality names them too
-            recipe = recipe.replace(steps=None)
-        recipe = recipe.with_quality(quality).replace(**fields)
+    recipe = start.asked(quality, **fields)
     if file is not None:
         _tell_changes(before, recipe, file)
     if "steps" not in fields:  # those of a quality may be without effect, which is no mistake

@@ -85,7 +85,7 @@ def _table(result: "SweepResult") -> Table:
     ]
     rows[0][fields[0]] = "(dense)"
     for row in result.rows:
-        cells = {field: str(row[field]) for field in fields}
+        cells = {field: "" if row[field] is None else str(row[field]) for field in fields}
         for text, name in names.items():
             gap = row[f"gap closed {text}"]
             cells[name] = number(row[f"perplexity {text}"], ".3f") + ("" if gap is None else f" ({gap:.0%})")

@@ -103,6 +103,18 @@ class Recipe:
             fields["steps"] = FAST_STEPS["shared" if rotation.layers_per_rotation > 1 else rotation.mode]
         return self.replace(**fields)
 
+    def asked(self, quality: str | None, **fields: Any) -> "Recipe":
+        """This recipe with `fields`, and with those that `quality` sets of the others, if it is given.
+
+        A quality also sets the steps of the optimizer `fast`: to its own, or to the default.
+        """
+        recipe = self.replace(**fields)
+        if quality is None:
+            return recipe
+        if "steps" not in fields and recipe.rotation.optimizer == "fast":
+            recipe = recipe.replace(steps=None)
+        return recipe.with_quality(quality).replace(**fields)
+
     def to_dict(self) -> dict[str, Any]:
         """Section → field → value, in plain JSON types. The way back through `from_dict` is exact."""
         written: dict[str, Any] = to_jsonable_python(self, include=set(SECTIONS))

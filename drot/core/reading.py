@@ -1,6 +1,7 @@
 """Reading of files that a stranger may have written: bounded, strict JSON, and checked by a schema."""
 
 import json
+import math
 import os
 import re
 import stat
@@ -22,6 +23,8 @@ LARGEST = 2**63 - 1
 #: Largest float, and the inverse of the smallest but 0. No figure is near to it, and no quotient of two
 #: figures and no product overflows.
 LARGEST_FLOAT = 1e100
+#: the entry of a config with bounds, of which the upper one may be infinite
+OPEN_ENDED = "time_step_limit"
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -108,7 +111,9 @@ def _check_values(data: dict[str, Any], file: str) -> None:
     waiting: list[tuple[str, Any, int]] = [("", data, 0)]
     while waiting:
         name, value, depth = waiting.pop()
-        if isinstance(value, float) and value and not 1 / LARGEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        unbounded = value == math.inf and OPEN_ENDED in name.split(".")
+        is_number = isinstance(value, float) and value != 0 and not unbounded
+        if is_number and not 1 / LARGEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
             raise UserError(f"{file}: {name} must be a finite number, got {value}: copy the file again")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise UserError(f"{file}: {name} must be a number of 64 bits, got {shortened(value)}")

@@ -9,6 +9,7 @@ from torch import Tensor
 from drot.core.errors import UserError
 from drot.model.decoder import EXPERTS_TOGETHER, DecoderModel
 from drot.model.experts import PACKED
+from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 
@@ -25,7 +26,7 @@ def follow_files(model: Any, names: Collection[str], *, together: bool = False) 
     together: which of the two it is if all experts are packed, so that no name says it.
     """
     setattr(model, EXPERTS_TOGETHER, False)
-    prefix = f"{model.base_model_prefix}."
+    prefix = family_of(model.config).in_files(f"{model.base_model_prefix}.")
     known = {name if name.startswith(prefix) else prefix + name for name in names}
     forms = set()
     for layer in DecoderModel(model).layers:

@@ -48,7 +48,8 @@ class Cell:
     def label(self, fields: tuple[str, ...]) -> str:
         """The values of `fields`, as in `steps 100, lr 0.01`."""
         values = {field: self.value(field) for field in fields}
-        return ", ".join(f"{field} {value}" for field, value in values.items() if value is not None)
+        shown = ", ".join(f"{field} {value}" for field, value in values.items() if value is not None)
+        return shown or "base"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def read_grid(path: str | Path) -> Grid:
     field → value; `texts` and `tasks`, for the perplexity and the accuracy, as in
     `drot.evaluation.evaluate`; `seqlen`, the tokens in a window of a text, by default `default_seqlen` of the
     model; and `text_column`. A field is one of a recipe, such as `steps`, or `quality`, which sets those that
-    a cell does not name (`Recipe.with_quality`). The others have their values in `base`. Paths are relative
+    a cell does not name (`Recipe.asked`). The others have their values in `base`. Paths are relative
     to the current folder.
 
     Raises UserError for a file that is missing or broken, for an unknown key or field, and for a grid whose
@@ -173,7 +174,7 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
             for field, value in values.items()
         )
         try:
-            recipe = _recipe(base, **values)
+            recipe = base.asked(**{"quality": None} | values)
             cell = Cell(recipe, resolve(recipe), values)
         except UserError as error:
             skipped.append(Skipped(label, str(error).replace("`", "")))
@@ -185,11 +186,6 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
         else:
             cells[key] = cell
     return list(cells.values()), skipped
-
-
-def _recipe(base: Recipe, quality: str | None = None, **fields: Any) -> Recipe:
-    recipe = base.replace(**fields)
-    return recipe if quality is None else recipe.with_quality(quality).replace(**fields)
 
 
 def effective(recipe: ResolvedRecipe) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The rows of a sweep: their columns, and the CSV file."""
 
 import csv
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,7 @@ from typing import Any
 
 from drot.checkpoint.manifest import Manifest
 from drot.checkpoint.tables import gap_closed
-from drot.config import Recipe, resolve
-from drot.config.settings import values_of
+from drot.config import ONE_SHOT, RecoveryConfig, RotationConfig, resolve
 from drot.core.files import new_file
 from drot.reporting.grid import Cell, Skipped, effective
 from drot.reporting.runs import REMOVED_IMPORTANCE, Run
@@ -82,14 +82,18 @@ def rows_of(
 
 
 def _method_alone(cell: Cell) -> str:
-    """The settings of the run of the pruning method alone that removes as many weights as a cell.
+    """The settings of the run of the pruning method alone in place of a cell: in one shot, not rotated.
 
-    All cells of a sweep with one sparsity and one calibration are compared with the same run.
+    It has what the cell says of the method, the sparsity and the calibration.
     """
-    asked = cell.recipe.pruning
-    kept = {name: getattr(asked, name) for name in ("method", "sparsity", "sparsity_of", "keep", "route_all")}
-    calibration = values_of(cell.recipe.calibration) | {"seqlen": cell.resolved.calibration.seqlen}
-    return str(effective(resolve(Recipe().replace(mode="none", **kept, **calibration))))
+    compat = cell.recipe.rotation.reference_compat  # it changes the scores of the method too
+    own = dataclasses.replace(
+        cell.recipe,
+        rotation=RotationConfig(mode="none", reference_compat=compat),
+        recovery=RecoveryConfig(),
+    )
+    seqlen = cell.resolved.calibration.seqlen  # it depends on the model
+    return str(effective(resolve(own.replace(**ONE_SHOT, seqlen=seqlen))))
 
 
 def write_csv(file: Path, rows: Sequence[dict[str, Any]], skipped: Sequence[Skipped] = ()) -> None:

@@ -2,13 +2,19 @@
 
 import pytest
 import torch
+from made_manifests import made_evaluation
 from runs import TOKENS, assert_patterns, one_shot, prune, recipe, saved_tensors
-from small_models import random_tokens, relative_error, save_small_model, small_model
+from safetensors.torch import load_file, save_file
+from small_checkpoints import change_json
+from small_models import layer_outputs, random_tokens, relative_error, save_small_model, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.calibration.layer_pass import LayerPass
+from drot.calibration.layer_pass import LayerPass, target_statistics
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.manifest import read_manifest, update_manifest
+from drot.checkpoint.records import EvaluationRecord
+from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.model.inputs import routed_inputs
 
@@ -68,15 +74,55 @@ def test_the_inputs_of_experts_without_a_gate(family):
     assert bool((expected != 0).any())
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "nemotron_h-latent"])
-def test_the_dense_target_reaches_the_last_linear_of_each_block(family):
-    """The logits of the pruned model are nearer to the dense ones than without it."""
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*NEMOTRONS, "glm4_moe", "gemma4_text"])
+def test_a_layer_that_is_not_pruned_needs_no_change(family):
+    """Its targets are what it computes, and both streams pass each layer once."""
+    handle = DecoderModel(small_model(family))
+    stream = CalibrationStream.embed(handle, TOKENS, torch.device("cpu"))
+    for layer in handle.layers:
+        dense_stream, expected = stream.copy(), layer_outputs(stream, layer)
+        pruned = LayerPass(layer, stream)
+        dense = LayerPass(layer.copy(), dense_stream, fixed=True)
+        for group in (group for group in layer.groups if group.expert is None):
+            found = target_statistics(pruned, dense, group)
+            change = found.input_change if found.output_change is None else found.output_change
+            assert float(change.norm()) < 1e-5 * float(found.hessian.norm()), group.name
+        for one in (pruned, dense):
+            one.advance()
+            assert relative_error(one.stream.hidden_states, expected) < 1e-6
 
-    def error(**fields) -> float:
-        model = small_model(family)
-        dense = model(TOKENS).logits
-        chosen = recipe("none", sparsity="2:4", solve="admm", target_weight=1.0, **fields)
-        prune(model, chosen)
-        return relative_error(model(TOKENS).logits, dense)
 
-    assert error(target="dense") < error(target="self")
+def test_a_model_that_is_saved_again_keeps_its_evaluations(tmp_path, caplog):
+    """drot reads the names of its files, also those of packed experts."""
+    source = save_small_model(small_model("nemotron_h"), tmp_path / "source")
+    out = tmp_path / "out"
+    prune(source, one_shot(down_rotation="auto"), out=out, format="packed")
+    record = EvaluationRecord.model_validate(made_evaluation({"text": 5.0}))
+    update_manifest(out, lambda manifest: manifest.evaluations.append(record))
+    opened = AutoModelForCausalLM.from_pretrained(out)
+    opened.save_pretrained(tmp_path / "again")
+    assert read_manifest(tmp_path / "again").evaluations == [record] and "holds other" not in caplog.text
+    dense = drot.load(out, device="cpu").dequantize()
+    dense.save_pretrained(tmp_path / "dense")
+    assert read_manifest(tmp_path / "dense").sparsity == pytest.approx(0.5)
+
+
+def test_an_open_limit_of_the_steps_of_a_mamba(tmp_path):
+    """The published configs hold the bare literal Infinity."""
+    source = save_small_model(small_model("nemotron_h"), tmp_path / "source")
+    change_json(source / "config.json", time_step_limit=[0.0, float("inf")])
+    assert "Infinity" in (source / "config.json").read_text()
+    prune(source, one_shot("none"), out=tmp_path / "out")
+    assert drot.load(tmp_path / "out", device="cpu").config.time_step_limit[1] == float("inf")
+
+
+def test_files_with_other_names_are_refused_by_the_reason(tmp_path):
+    source = save_small_model(small_model("nemotron_h"), tmp_path / "source")
+    file = source / "model.safetensors"
+    renamed = {name.replace("backbone.", "model."): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, {"format": "pt"})
+    with pytest.raises(
+        UserError, match="the names of the tensors begin with model., where drot reads backbone."
+    ):
+        prune(source, one_shot("none"), out=tmp_path / "out")

@@ -150,6 +150,21 @@ def test_a_quality_sets_the_fields_that_a_cell_does_not_name(tmp_path):
         grid_of(tmp_path, "grid: {quality: [good]}")
 
 
+@pytest.mark.parametrize("pruning", ["damping: 0.1", "block_size: 64", "token_weights: gradient"])
+def test_the_method_alone_has_what_the_base_says_of_it(tmp_path, pruning):
+    grid = grid_of(tmp_path, f"base: {{pruning: {{{pruning}}}}}\ngrid: {{mode: [none, full], solve: [none]}}")
+    found = baselines(grid.cells, grid.fields)
+    assert found == {"mode none, solve none": None, "mode full, solve none": "mode none, solve none"}
+
+
+def test_a_quality_sets_the_steps_of_the_base_too(tmp_path):
+    """As --quality beside --recipe."""
+    base = "base: {rotation: {steps: 20}, pruning: {solve: none}}\n"
+    grid = grid_of(tmp_path, f"{base}grid: {{quality: [fast, balanced]}}\ncells: [{{blocks: 2}}]")
+    assert [cell.resolved.rotation.steps for cell in grid.cells] == [50, 200, 20]
+    assert [cell.label(("quality",)) for cell in grid.cells] == ["quality fast", "quality balanced", "base"]
+
+
 def test_a_model_with_short_sequences_has_a_baseline(tmp_path):
     """Its cells have another `seqlen` than a recipe for a model of any length."""
     grid = grid_of(tmp_path, "grid: {mode: [none, layer], solve: [none]}")

@@ -4,6 +4,7 @@ An artifact stores how the checkpoint differs from these tensors. Two machines m
 in another order, so their fp64 products differ in the last places. `Prediction.tolerance` bounds that.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +77,12 @@ def predictions(
     rotations: the rotation of each layer; None predicts the dense model itself.
     bases: which layers of the checkpoint hold a rotation.
     """
-    with decoder.in_memory(*decoder.ends):
-        yield from _of_ends(decoder, rotations)
     family = decoder.family
+    with decoder.in_memory(*decoder.ends):
+        for end in _of_ends(decoder, rotations):
+            yield dataclasses.replace(end, name=family.in_files(end.name))
     for dense in decoder.loaded_layers():
-        layer, prefix = dense.copy(dtype=torch.float64), f"{family.layers}.{dense.index}"
+        layer, prefix = dense.copy(dtype=torch.float64), f"{family.in_files(family.layers)}.{dense.index}"
         if rotations is not None:
             boundary = bases.held(layer.index, rotations)
             layer.rotate(rotations[layer.index], bases.merged(layer.index, rotations))
@@ -93,7 +95,7 @@ def predictions(
 
 
 def _of_ends(decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | None) -> Iterator[Prediction]:
-    """The predictions of the tensors outside of the layers."""
+    """The predictions of the tensors outside of the layers, with the names of the model."""
     family = decoder.family
     rotates = rotations is not None and family.rotates_stream
     of_norm = [f"{family.final_norm}.{name}" for name, _ in decoder.final_norm.named_parameters()]

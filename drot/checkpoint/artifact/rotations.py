@@ -38,14 +38,14 @@ def rotations_in(
     family, place = decoder.family, bases.place
     if family.rotates_stream:
         with decoder.in_memory(family.embedding):
-            rotated = read(f"{family.embedding}.weight")
+            rotated = read(family.in_files(f"{family.embedding}.weight"))
             pairs = zip(decoder.embedding.weight.split(ROWS), rotated.split(ROWS), strict=True)
             r1 = _nearest(sum(a.double().T @ b.double() for a, b in pairs))
         del rotated
     else:
         r1 = torch.eye(decoder.hidden_size, dtype=torch.float64)
     for layer in decoder.loaded_layers():
-        prefix = f"{family.layers}.{layer.index}"
+        prefix = f"{family.in_files(family.layers)}.{layer.index}"
         step = read(f"{prefix}.{ROTATION_MODULE}.weight").double().T if bases.holds(layer.index) else None
         if step is not None and place == "inside":
             r1 = reorthogonalize(step)
