@@ -382,8 +382,8 @@ def check_headers(
             continue
         if header is None and own + key.removeprefix(prefix) in headers:
             raise UserError(
-                f"the names of the tensors begin with {own}, where drot reads {prefix}, as published: open the "
-                "model with transformers and save it again"
+                f"the names of the tensors begin with {own}, where drot reads {prefix}, as published: open "
+                "the model with transformers and save it again"
             )
         if header is None:
             raise UserError(f"{key} is missing from the checkpoint: convert or copy the checkpoint again")

@@ -80,7 +80,7 @@ def print_facts(found: Iterable[tuple[str, str]]) -> None:
 
 
 def saved_line(source: str, out: Path) -> str:
-    """Says where a checkpoint was saved, the bytes of its weights and of those of its source, and why more."""
+    """Says where a checkpoint was saved, the bytes of its weights and of its source's, and why it has more."""
     before, after = weight_bytes(source), weight_bytes(out)
     if after is None:
         return f"Saved to {out}"
