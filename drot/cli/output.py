@@ -80,7 +80,7 @@ def print_facts(found: Iterable[tuple[str, str]]) -> None:
 
 
 def saved_line(source: str, out: Path) -> str:
-    """Says where a checkpoint was saved, the bytes of its weights and of its source's, and why it has more."""
+    """Says where a checkpoint was saved, and how many bytes its weights and those of its source have."""
     before, after = weight_bytes(source), weight_bytes(out)
     if after is None:
         return f"Saved to {out}"
