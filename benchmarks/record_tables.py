@@ -10,6 +10,8 @@ from _rows import Row, read, table
 #: recipes of the rows `records`: the baseline, a solver alone, `balanced`, and `best`
 PLAIN, SOLVER, BALANCED = "not rotated", "not rotated, solver of balanced", "full, balanced"
 BEST, BEST_OF_OWN = "full, best", "full, best, equal outputs, 100 steps"
+#: what the names of recipes hold whose settings were the default once, or were compared with it then
+EARLIER = "equal outputs", "equal tokens", "100 steps", "three passes", "recovered"
 #: the model of `drot demo`, and the runs on it that docs/choose.md shows: their calibration and its tokens
 TINY, CALIBRATED = "tiny-llama", ("wikitext2-valid", "32768")
 #: the texts of the tables of records, in this order
@@ -130,24 +132,33 @@ def headline() -> str:
     return table(["model, text", *columns], body, used)
 
 
-def records(of_tiny: bool = False) -> str:
-    """The runs of real_models.py: medians of the seeds, with the range where there are several."""
+def is_earlier(recipe: str) -> bool:
+    """Whether a recipe has settings that were the default, or that were compared with it then."""
+    return any(part in EARLIER for part in recipe.split(", "))
+
+
+def records(of_tiny: bool = False, earlier: bool = False) -> str:
+    """The runs of real_models.py: medians of the seeds, with the range where there are several.
+
+    earlier: as `is_earlier`; tiny-llama's stand together.
+    """
     body, used = [], []
     cases = sorted(runs().items(), key=lambda item: (*item[0][:2], int(item[0][2])))
     for (model, calibration, tokens), of_case in cases:
-        if (model == TINY) != of_tiny:
+        recipes = [recipe for recipe in of_case if of_tiny or is_earlier(recipe) == earlier]
+        if (model == TINY) != of_tiny or not recipes:
             continue
         body.append([model, calibration, tokens, "dense", "", *dense_cells(of_case), ""])
 
         def worst_first(recipe: str, of_case: Runs = of_case) -> float:
             return -median(of_case[recipe][TEXTS[0]], "perplexity")
 
-        for recipe in sorted(of_case, key=worst_first):
+        for recipe in sorted(recipes, key=worst_first):
             rows = of_case[recipe][TEXTS[0]]
             timed = [row for row in rows if row["seconds"]]
             seconds = f"{median(timed, 'seconds'):.0f}" if timed else ""
             body.append(["", "", "", recipe, len(rows), *recipe_cells(of_case, recipe), seconds])
-        used += used_rows(of_case, of_case)
+        used += used_rows(of_case, recipes)
     head = ["model", "calibration", "tokens", "recipe", "seeds", *text_heads(), "seconds"]
     return table(head, body, used)
 
@@ -210,6 +221,7 @@ def one_shot_of(method: str, sparsity: str) -> str:
 OF_RECORDED: dict[str, Callable[[], str]] = {
     "headline": headline,
     "records": records,
+    "earlier": lambda: records(earlier=True),
     "tuning": tuning,
     "points": points,
     "tiny": lambda: records(of_tiny=True),
