@@ -62,7 +62,7 @@ def test_wrong_numbers_are_refused(options, packed, monkeypatch, capsys):
 
 def test_a_full_context_is_refused(packed, monkeypatch, capsys):
     assert chat(packed, "x " * 3000 + "\n", monkeypatch) == 2
-    assert "the model reads 2048" in capsys.readouterr().err
+    assert "the model reads 512" in capsys.readouterr().err
 
 
 class Typing:

@@ -140,14 +140,14 @@ def test_a_prompt_beyond_the_context_is_refused(batched, packed):
     from drot.checkpoint.load import load_tokenizer
 
     tokenizer, text = load_tokenizer(packed), "x "
-    while len(tokenizer(text + "x x x x ")["input_ids"]) < 2046:
+    while len(tokenizer(text + "x x x x ")["input_ids"]) < 510:
         text += "x x x x "
     tokens = len(tokenizer(text)["input_ids"])
     answer = client_of(batched).completions.create(model="packed", prompt=text, max_tokens=5000)
     assert answer.usage.prompt_tokens == tokens and answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 2048 - tokens
+    assert answer.usage.completion_tokens == 512 - tokens
 
-    with pytest.raises(openai.BadRequestError, match="at most 2048 tokens together"):
+    with pytest.raises(openai.BadRequestError, match="at most 512 tokens together"):
         completion(batched, "x " * 3000)
 
 
