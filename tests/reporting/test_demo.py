@@ -20,18 +20,18 @@ pytestmark = pytest.mark.slow
 SMALL = dataclasses.replace(CALIBRATION, nsamples=4, seqlen=128)
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """The folder of a demo, the file of its text, and its result."""
+def test_a_demo(tmp_path):
+    """One test, so that no two processes run it."""
     pytest.importorskip("matplotlib", reason="the demo's report needs matplotlib")
-    folder = tmp_path_factory.mktemp("demo")
-    (folder / "text.txt").write_text(HELD_OUT.read_text()[:4000])
-    result = run_demo(folder / "out", steps=8, calibration=SMALL, held_out=folder / "text.txt")
-    return folder / "out", folder / "text.txt", result
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text(HELD_OUT.read_text()[:4000])
+    result = run_demo(out, steps=8, calibration=SMALL, held_out=text)
+    rotation_undoes_most_of_the_damage(text, result)
+    the_saved_checkpoint_is_the_model_of_the_table(out, text, result)
+    the_report_has_the_figures_of_the_table(out, text, result)
 
 
-def test_rotation_undoes_most_of_the_damage(demo):
-    _, text, result = demo
+def rotation_undoes_most_of_the_damage(text, result):
     dense, pruned, solved, rotated = (row.perplexity[str(text)] for row in result.comparison.models)
     assert dense < rotated < solved < pruned
     for row, value in zip(result.comparison.models[2:], (solved, rotated), strict=True):
@@ -44,16 +44,14 @@ def test_rotation_undoes_most_of_the_damage(demo):
     )
 
 
-def test_the_saved_checkpoint_is_the_model_of_the_table(demo):
-    out, text, result = demo
+def the_saved_checkpoint_is_the_model_of_the_table(out, text, result):
     model = drot.load(out, device="cpu", dtype="float32")
     found = perplexity(model, load_eval_tokens(str(text), load_tokenizer(out)), seqlen=SMALL.seqlen)
     assert found == pytest.approx(result.comparison.models[-1].perplexity[str(text)], rel=1e-6)
     assert_patterns(model, PruningConfig(sparsity="2:4"))
 
 
-def test_the_report_has_the_figures_of_the_table(demo):
-    out, text, result = demo
+def the_report_has_the_figures_of_the_table(out, text, result):
     assert result.report == out / "report.html"
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", result.report.read_text())[:5]
     figures = [f"{row.perplexity[str(text)]:.3f}" for row in result.comparison.models]
