@@ -185,9 +185,7 @@ def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: An
     from drot.pipeline import prune as pipeline
 
     if options["resume"] and (count := finished_layers(out)):
-        tell(
-            f"drot: layers that the interrupted run has finished: {count}; those that are sound are not computed again"
-        )
+        tell(f"drot: layers that the interrupted run finished: {count}; sound ones are not computed again")
 
     with told_how_to_go_on(out), working() as progress:
         result = pipeline.prune(model, asked.recipe, out=out, progress=progress, **options)
