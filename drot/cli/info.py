@@ -50,7 +50,8 @@ def info(
         if as_json:
             print_json({"accepted": list(files)})
         else:
-            print_line(f"{counted(len(files), 'file')} in {folder}, and drot.json: recorded as they are now")
+            count = counted(len(files), "file")
+            print_line(f"drot recorded {count} in {folder}, and drot.json, as they are now")
     elif verify:
         _verify(folder, as_json)
     else:
@@ -131,11 +132,11 @@ def _verify(folder: Path, as_json: bool) -> None:
         advice = [changed] * (len(extra) < len(found.damaged))
         advice += ["remove the extra files, which drot did not write"] * bool(extra)
         raise UserError(
-            f"{folder}: {counted(len(found.damaged), 'file')} of {len(found.files)} not as recorded: "
+            f"the record fits all files in {folder} but {len(found.damaged)} of {len(found.files)}: "
             + ", and ".join(advice)
         )
     if not as_json:
-        print_line(f"{counted(len(found.files), 'file')} in {folder}: as recorded")
+        print_line(f"The record fits {counted(len(found.files), 'file')} in {folder}")
 
 
 def _show_machine(as_json: bool) -> None:

@@ -19,7 +19,7 @@ from drot.cli.ranks import checked_ranks, launch_if_asked
 from drot.cli.recipe import AskedRecipe, asked_recipe, check_rotations_file, fit_recipe, run_settings
 from drot.cli.sensitivity import show_sensitivity
 from drot.config import Recipe
-from drot.core.checks import path_exists
+from drot.core.checks import counted, path_exists
 from drot.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: An
     from drot.pipeline import prune as pipeline
 
     if options["resume"] and (count := finished_layers(out)):
-        tell(f"drot: layers that the interrupted run finished: {count}; sound ones are not computed again")
+        tell(f"drot: the interrupted run finished {counted(count, 'layer')}; those that are sound are kept")
 
     with told_how_to_go_on(out), working() as progress:
         result = pipeline.prune(model, asked.recipe, out=out, progress=progress, **options)

@@ -102,7 +102,7 @@ def print_sweep(result: "SweepResult") -> None:
         if each.refused:
             print_line(f"Not run: {each.label}: {each.reason}")
     if same := sum(not each.refused for each in result.skipped):
-        print_line(f"Left out, as another cell is the same run: {counted(same, 'combination')}")
+        print_line(f"drot left out {counted(same, 'combination')}: another cell does the same run")
     before = len(result.rows) - result.computed
     print_line(f"{counted(result.computed, 'cell')} computed, {before} finished before")
     print_line(f"Wrote {result.csv}")

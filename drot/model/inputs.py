@@ -67,6 +67,9 @@ def capture(
         seen["input"] = args[0]
         raise _Stop
 
+    def see_attended(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen["attended"] = output
+
     if group.expert is not None:
 
         def see_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -86,9 +89,9 @@ def capture(
         hook,
         contextlib.suppress(_Stop),
     ):
-        for end in [] if layer.attention_end is None else layer.linears_of(layer.attention_end):
-            see = lambda module, args, output: seen.update(attended=output)  # noqa: E731
-            hooks.enter_context(end.module.register_forward_hook(see))
+        if layer.attention_end is not None:
+            (linear,) = layer.linears_of(layer.attention_end)
+            hooks.enter_context(linear.module.register_forward_hook(see_attended))
         layer(hidden, kwargs, attention=attention)
     return Captured(seen["input"], seen["residual"], seen.get("attended"))
 

@@ -106,7 +106,7 @@ class LayerObjective:
             if linear.name in self.sparsity
         ]
         self._output_weights = OutputWeights(outputs, pruned, shape) if objective == "pruned" else None
-        writes = [] if one_block else [group for group in groups if group.writes_residual]
+        attention_end = None if one_block else next((g for g in groups if g.writes_residual), None)
         for of_stack in self._stacked(weights):
             group, of_groups = of_stack[0], [metrics.metrics[group.name] for group in of_stack]
             places = [i for i, linear in enumerate(group.linears) if linear.name in self.sparsity]
@@ -115,7 +115,7 @@ class LayerObjective:
                 self.r2_metric = of_groups[0].rounded(product_dtype)
             if group.input in (None, "r3"):
                 left = group.linears[0].output == "r1"
-                ends_attention = left and group.input is None and group in writes[:1]
+                ends_attention = left and group.input is None and group is attention_end
                 r3 = side_by_side(of_groups, product_dtype) if is_rotated(group, down_block) else None
                 how: dict[str, Any] = {"by_r1": left, "r3": r3, "loss_dtype": self.loss_dtype}
                 for place, part in zip(places, parts, strict=True):

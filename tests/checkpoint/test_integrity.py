@@ -99,7 +99,7 @@ def test_every_file_is_recorded(checkpoint, capsys):
     )
     assert verify(capsys, checkpoint) == (
         0,
-        [f"{len(names)} files in {checkpoint}: as recorded"],
+        [f"The record fits {len(names)} files in {checkpoint}"],
         "",
     )
 
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_neither_loaded_nor_converted(damage, copy, tmp_
     drot.load(copy, device="cpu", verify=False)
     status, lines, error = verify(capsys, copy)
     assert status == 2 and len(lines) == 1 and lines[0].startswith(name) and problem in lines[0]
-    assert f"{copy}: 1 file of {len(list(copy.iterdir()))} not as recorded" in error
+    assert f"the record fits all files in {copy} but 1 of {len(list(copy.iterdir()))}: " in error
     assert cli.run(["info", str(copy), "--accept"]) == 0
     drot.load(copy, device="cpu")
     assert verify(capsys, copy)[0] == 0
@@ -180,7 +180,7 @@ def test_verify_names_every_file(copy, capsys):
     (copy / "notes.txt").write_text("mine")
     (copy / "report.html").write_text("as drot report writes it")
     status, lines, error = verify(capsys, copy)
-    assert status == 2 and "4 files of" in error and "record a change of your own with --accept" in error
+    assert status == 2 and "but 4 of" in error and "record a change of your own with --accept" in error
     assert lines[0] == "README.md has 7 bytes, not 6"
     assert lines[1] == f"{first} has another SHA-256"
     assert lines[2] == f"{second} is missing"
@@ -326,7 +326,7 @@ def test_an_unfinished_run_is_verified(tmp_path, capsys):
     state = RunState(tmp_path / "out", {"a": 1})
     for number in (0, 1):
         state.save(f"layer_{number:05d}", {"x": torch.arange(9.0)}, {"seconds": number})
-    assert verify(capsys, state.folder) == (0, [f"4 files in {state.folder}: as recorded"], "")
+    assert verify(capsys, state.folder) == (0, [f"The record fits 4 files in {state.folder}"], "")
     flip(state.folder / "layer_00001.safetensors")
     flip(state.folder / "run.json", 10)
     status, lines, error = verify(capsys, state.folder)

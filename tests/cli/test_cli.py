@@ -148,7 +148,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path, capsys):
     assert cli.run([*arguments, "--resume", "--json"]) == 0
     told = capsys.readouterr().err
     assert "layer 0 (1 of 6): pruning" not in told
-    assert "layers that the interrupted run finished: " in told
+    assert "the interrupted run finished " in told
 
 
 def test_the_facts_of_a_run_name_what_was_chosen_by_itself(calls, capsys):
