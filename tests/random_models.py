@@ -429,7 +429,8 @@ def settings_of_models(
         chosen["attention_k_eq_v"] = draw(st.booleans())
         chosen["num_global_key_value_heads"] = draw(st.sampled_from([None, 1, heads]))
         if family == "gemma4_text":
-            chosen["hidden_size_per_layer_input"] = 0
+            chosen |= dict(hidden_size_per_layer_input=draw(st.sampled_from([0, 4])))
+            chosen |= dict(vocab_size_per_layer_input=96, use_double_wide_mlp=draw(st.booleans()))
     if family in ("gemma2", "vaultgemma"):
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
@@ -455,6 +456,10 @@ def settings_of_models(
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5
+    if family == "gemma4_text":  # a layer of each type must come before those that borrow keys
+        types = [*chosen["layer_types"][:-1], "full_attention"]
+        possible = [n for n in range(layers) if {*types} == {*types[: layers - n]}]
+        chosen |= dict(layer_types=types, num_kv_shared_layers=draw(st.sampled_from(possible)))
     if family in ("mistral", "ministral3", "mixtral", "phi3", "gpt_oss", "starcoder2"):
         chosen["sliding_window"] = window
     if family == "dots1":

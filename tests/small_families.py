@@ -316,6 +316,18 @@ FAMILIES: dict[str, dict] = {
         pad_token_id=2,
         tie_word_embeddings=False,
     ),
+    "gemma4_text-lends": dict(  # as E2B: embeddings of each layer, and keys of an earlier one
+        head_dim=12,
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+        num_kv_shared_layers=1,
+        use_double_wide_mlp=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        final_logit_softcapping=3.0,
+        pad_token_id=2,
+    ),
     "gemma4_unified_text": dict(
         head_dim=12,
         global_head_dim=16,

@@ -15,6 +15,8 @@ SIGLIP |= dict(image_size=28, patch_size=14)
 QWEN = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, patch_size=4)
 GEMMA4 = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
 GEMMA4 |= dict(num_key_value_heads=2, pooling_kernel_size=2, patch_size=4, position_embedding_size=8)
+AUDIO = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=16)
+AUDIO |= dict(subsampling_conv_channels=[4, 4])
 UNIFIED = dict(patch_size=4, pooling_kernel_size=1, mm_embed_dim=16, mm_posemb_size=8, output_proj_dims=16)
 #: the token that stands for a part of an image
 IMAGE = 95
@@ -28,6 +30,16 @@ WHOLE = {
     "gemma4": (
         "gemma4_text-experts",
         dict(vision_config=GEMMA4, image_token_id=IMAGE, video_token_id=94, audio_token_id=93),
+    ),
+    "gemma4-lends": (  # which reads sounds too
+        "gemma4_text-lends",
+        dict(
+            vision_config=GEMMA4,
+            audio_config=AUDIO,
+            image_token_id=IMAGE,
+            video_token_id=94,
+            audio_token_id=93,
+        ),
     ),
     "gemma4_unified": (
         "gemma4_unified_text",
@@ -66,7 +78,9 @@ def small_whole(model_type: str, **changes: Any) -> Any:
         rope = changes.get("rope_parameters", {"rope_type": "default"})
         text["rope_parameters"] = {"rope_theta": 1e4, "mrope_section": sections} | rope
     tied = bool(text.get("tie_word_embeddings"))
-    config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **entries)
+    config = AutoConfig.for_model(
+        model_type.partition("-")[0], text_config=text, tie_word_embeddings=tied, **entries
+    )
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()
     for name, parameter in model.named_parameters():  # norms of 1, biases of 0 and weak images hide mistakes
@@ -101,8 +115,8 @@ def image_and_text(model_type: str) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(3)
     if model_type == "gemma3":
         return {"input_ids": tokens, "pixel_values": torch.randn(1, 3, 28, 28, generator=random)}
-    if model_type in ("gemma4", "gemma4_unified"):  # 2 × 2 patches become one token; or one patch is one
-        patches = 4 if model_type == "gemma4" else 1
+    if model_type.startswith("gemma4"):  # 2 × 2 patches become one token; or one patch is one
+        patches = 1 if model_type == "gemma4_unified" else 4
         pixels = torch.randn(1, patches, 3 * 4 * 4, generator=random)
         places = torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]])[:, :patches]
         kinds = (tokens == IMAGE).int()

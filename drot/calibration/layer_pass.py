@@ -42,7 +42,6 @@ class LayerPass:
         self, layer: DecoderLayer, stream: CalibrationStream, *, fixed: bool = False, reserve: int = 0
     ) -> None:
         self.layer, self.stream, self._fixed, self._reserve = layer, stream, fixed, reserve
-        self._kwargs = stream.layer_kwargs[layer.index]
         #: name of a group of an expert → the tokens of all ranks from which `hessian` computed
         self.tokens: dict[str, int] = {}
         self._kept: Tensor | None = None
@@ -83,7 +82,8 @@ class LayerPass:
         keeps_inputs = is_mlp_end and not last and self._room_for(group)
         with self.stream.copies_home() as home:
             for index, (batch, hidden, kept) in enumerate(self._batches()):
-                seen = capture(self.layer, hidden, self._kwargs, group, attention=self._attention(kept))
+                kwargs = self.stream.arguments(self.layer, batch)
+                seen = capture(self.layer, hidden, kwargs, group, attention=self._attention(kept))
                 if keeps_inputs:
                     self._inputs_of_end[index] = seen.input
                 written = None
@@ -98,7 +98,7 @@ class LayerPass:
                     else:
                         mlp = linear if is_mlp_end else None
                         of_attention = None if attended is None else _value(attended)
-                        written = self.layer(hidden, self._kwargs, attention=of_attention, mlp=mlp)
+                        written = self.layer(hidden, kwargs, attention=of_attention, mlp=mlp)
                 if last and written is not None:
                     home.write(self.stream.hidden_states[batch], written)
                 elif new is not None:
@@ -119,7 +119,8 @@ class LayerPass:
                 for index, (batch, hidden, kept) in enumerate(self._batches()):
                     x = self._inputs_of_end.pop(index, None)
                     mlp = None if x is None else partial(self.layer.linears_of(end)[0].module, x)
-                    output = self.layer(hidden, self._kwargs, attention=self._attention(kept), mlp=mlp)
+                    kwargs = self.stream.arguments(self.layer, batch)
+                    output = self.layer(hidden, kwargs, attention=self._attention(kept), mlp=mlp)
                     home.write(self.stream.hidden_states[batch], output)
         self._kept = None
 

@@ -1,6 +1,6 @@
 """The hidden states of the calibration tokens, which are passed through one layer after the other."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import HessianAccumulator
+from drot.calibration.lent import Empty, Lent, gathered
 from drot.calibration.token_weights import TokenWeights
 from drot.machine.devices import is_gpu
 from drot.machine.products import rounded_once
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import CopiesHome, ahead, empty_on_host
-from drot.model.decoder import DecoderModel
-from drot.model.family import InputGroup, alike
+from drot.model.decoder import BY_SEQUENCE, DecoderModel
+from drot.model.family import LENT, InputGroup, alike
 from drot.model.inputs import RoutedInputs, reading
 from drot.model.layer import DecoderLayer
-
-#: Makes an uninitialised tensor of a shape and a dtype, in a place that it knows.
-Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 #: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
 #: tensors stay in its caches.
@@ -33,6 +31,7 @@ class CalibrationStream:
 
     ranks: those that hold the other sequences. Sums over the sequences are sums over the ranks.
     weights: of the tokens (token_weights.py); None if all count alike.
+    lent: the keys and values of earlier layers, in a model whose layers read them.
     """
 
     def __init__(
@@ -43,8 +42,9 @@ class CalibrationStream:
         empty: Empty | None = None,
         ranks: Ranks = ALONE,
         weights: TokenWeights | None = None,
+        lent: Lent | None = None,
     ) -> None:
-        self.hidden_states = hidden_states
+        self.hidden_states, self.lent = hidden_states, lent
         self.layer_kwargs = layer_kwargs
         self.device = device or hidden_states.device
         self.ranks, self.weights = ranks, weights
@@ -81,8 +81,12 @@ class CalibrationStream:
             return cls(none, [{} for _ in model.layers], ranks=ranks, weights=weights)
         hidden_states, kwargs = model.record(tokens, empty or partial(empty_on, device))
         moved: dict[int, Tensor] = {}
-        of_layers = [_to_device(of_layer, device, moved) for of_layer in kwargs]
-        return cls(hidden_states, of_layers, device, empty, ranks, weights)
+        of_layers = [
+            {key: one if key in BY_SEQUENCE else _to_device(one, device, moved) for key, one in each.items()}
+            for each in kwargs
+        ]
+        lent = Lent(len(tokens), device, empty) if model.lends_keys else None
+        return cls(hidden_states, of_layers, device, empty, ranks, weights, lent)
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a view of the first `nsamples` sequences of all ranks."""
@@ -104,9 +108,25 @@ class CalibrationStream:
         return self._with(hidden_states.copy_(self.hidden_states))
 
     def _with(self, hidden_states: Tensor) -> "CalibrationStream":
+        lent = None if self.lent is None else self.lent.child(len(hidden_states), self.empty)
         return CalibrationStream(
-            hidden_states, self.layer_kwargs, self.device, self.empty, self.ranks, self.weights
+            hidden_states, self.layer_kwargs, self.device, self.empty, self.ranks, self.weights, lent
         )
+
+    def arguments(
+        self, layer: DecoderLayer, sequences: slice | Tensor, lent: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The keyword arguments of `layer` for some sequences.
+
+        lent: the keys and values that layers lend each other in a pass through several; None takes those of
+            the stream, which each layer that lends some replaces.
+        """
+        found = dict(self.layer_kwargs[layer.index])
+        for name in found.keys() & BY_SEQUENCE:
+            found[name] = gathered(found[name], sequences, self.device)
+        if self.lent is not None:
+            found[LENT] = self.lent.of(sequences) if lent is None else lent
+        return found
 
     def roots(self, layer: DecoderLayer, group: InputGroup) -> Iterator[Tensor | None]:
         """For each of the `batches` √w [tokens, 1] of the weights w of its tokens, fp32.
@@ -121,14 +141,7 @@ class CalibrationStream:
 
     def batch(self, sequences: slice | Tensor) -> Tensor:
         """The hidden states of some sequences, on `device`."""
-        if isinstance(sequences, slice) or self.hidden_states.device == self.device:
-            return self.hidden_states[sequences].to(self.device)
-        # sequence by sequence: so main memory gathers nothing, and the CPU does not wait
-        shape = (len(sequences), *self.hidden_states.shape[1:])
-        result = torch.empty(shape, dtype=self.hidden_states.dtype, device=self.device)
-        for row, index in zip(result, sequences.tolist(), strict=True):
-            row.copy_(self.hidden_states[index], non_blocking=True)
-        return result
+        return gathered(self.hidden_states, sequences, self.device)
 
     @property
     def on_device(self) -> bool:
@@ -175,7 +188,7 @@ class CalibrationStream:
         """Replaces the hidden states by the output [nsamples, seqlen, d] of `layer`, in place."""
         with self.copies_home() as home:
             for batch, inputs in self.loaded_batches():
-                home.write(self.hidden_states[batch], layer(inputs, self.layer_kwargs[layer.index]))
+                home.write(self.hidden_states[batch], layer(inputs, self.arguments(layer, batch)))
 
     @torch.no_grad()
     def rotate(self, matrix: Tensor) -> None:
@@ -228,7 +241,7 @@ class CalibrationStream:
             self.copies_home() as home,
         ):
             for batch, inputs in self.loaded_batches():
-                output = forward(inputs, self.layer_kwargs[layer.index])
+                output = forward(inputs, self.arguments(layer, batch))
                 if output is not None:
                     home.write(self.hidden_states[batch], output)
         found: dict[str, Tensor] = {}

@@ -16,6 +16,7 @@ Without weights, 8 of 4,096 tokens hold up to 90 % of the trace of a Hessian in 
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.calibration.lent import LentOfSequences
 from drot.model.decoder import DecoderModel
-from drot.model.family import InputGroup
+from drot.model.family import LENT, InputGroup
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 
@@ -94,20 +96,42 @@ def loss_gradient(model: DecoderModel, hidden: Tensor, tokens: Tensor, norm: Any
 
 
 def layer_gradients(
-    layer: DecoderLayer, hidden: Tensor, kwargs: dict[str, Any], gradient: Tensor
+    layer: DecoderLayer,
+    hidden: Tensor,
+    kwargs: dict[str, Any],
+    gradient: Tensor,
+    of_lent: LentOfSequences | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """The gradient of the loss in the inputs of a layer, from that in its outputs [sequences, seqlen, d].
 
     Also returns `key_of` each input group → the mean of its square over the outputs of the group's linears,
     fp32 [sequences, seqlen]; and `output_key` of each linear of no expert → its sum of squares over the
     tokens, fp32 [out].
+
+    of_lent: the gradient in the keys and values that layers lend. That in those which this layer lends
+        counts, and that in those which it borrows is added.
     """
     shape = hidden.shape[:2]
     own = hidden.detach().requires_grad_()
+    lent = None if of_lent is None else _Traced(kwargs[LENT])
+    if lent is not None:
+        kwargs = kwargs | {LENT: lent}
     with _squares(layer) as (squares, of_outputs):
         with torch.enable_grad():
             outputs = layer(own.view_as(own), kwargs)
-        (found,) = torch.autograd.grad(outputs, own, gradient)
+        ends, given, starts = [outputs], [gradient], [own]
+        if lent is not None and of_lent is not None:
+            for kind in filter(of_lent.__contains__, lent.written):  # the others no layer has borrowed
+                ends += lent.written[kind]
+                given += of_lent[kind]
+            starts += itertools.chain(*lent.read.values())
+        found, *others = torch.autograd.grad(ends, starts, given)
+    if lent is not None and of_lent is not None:
+        for kind, pair in lent.read.items():
+            added, others = others[: len(pair)], others[len(pair) :]
+            if kind in of_lent:
+                added = [one + other for one, other in zip(added, of_lent[kind], strict=True)]
+            of_lent[kind] = added
     means = {key: total.view(shape) for key, total in squares.items()}
     for group in layer.groups:  # of the linears of a group that no output depends on, and of experts
         key = key_of(layer, group)
@@ -116,6 +140,24 @@ def layer_gradients(
         elif key not in means:
             means[key] = torch.zeros(shape, device=hidden.device)
     return found, means, of_outputs
+
+
+class _Traced:
+    """The keys and values that layers lend, with those that a layer reads and writes in a forward pass.
+
+    Those that it reads are leaves of the graph. Those that it writes are not kept.
+    """
+
+    def __init__(self, lent: LentOfSequences) -> None:
+        self._lent = lent
+        self.read: dict[str, list[Tensor]] = {}
+        self.written: dict[str, Sequence[Tensor]] = {}
+
+    def __getitem__(self, kind: str) -> Sequence[Tensor]:
+        return self.read.setdefault(kind, [one.requires_grad_() for one in self._lent[kind]])
+
+    def __setitem__(self, kind: str, values: Sequence[Tensor]) -> None:
+        self.written[kind] = values
 
 
 def _squared_norms(gradient: Tensor, dim: int = -1) -> Tensor:

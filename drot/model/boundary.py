@@ -23,7 +23,7 @@ Cohere's MLP reads what its attention reads: y = r Q + MLP(n(h)), with r as befo
 norm, which is renamed below if either of them holds a rotation.
 
 Granite multiplies the outputs of its attention and of its MLP by a number before it adds them; so does y.
-Gemma 4 multiplies y by a number.
+Gemma 4 multiplies y by a number, in front of which its smaller models add an embedding of each token.
 
 The product r Q does not depend on the MLP. So it can be computed at the same time, or in one operation with
 the MLP's last product (drot/sparse/fused.py).
@@ -48,7 +48,7 @@ from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.experts import drop_down_rotation, hold_down_rotation
-from drot.model.family import Family
+from drot.model.family import EMBEDDED, Family
 from drot.model.mixins import Mixin, mix, unmix
 from drot.model.one_op import GatedMLP
 
@@ -103,15 +103,16 @@ class RotatedLayer(Mixin):
         for norm in cls.renamed:
             setattr(cls, norm, _at(NORM_PREFIX + norm))
 
-    def forward(self, hidden_states: Tensor, *args: None, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *embedded: Tensor | None, **kwargs: Any) -> Any:
         """hidden_states h [batch, length, d] -> what the stock forward returns.
 
-        args: what Gemma 4 gives its layers of embeddings that drot does not support, which is None.
+        embedded: EMBEDDED, which Gemma 4 gives without its name; None if the model has no such embeddings.
         """
         if self.boundary_place in (None, "input"):
             if self.boundary_place == "input":
                 hidden_states = self.residual_rotation(hidden_states)
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            return super().forward(hidden_states, *embedded, **kwargs)  # type: ignore[misc]
+        of_tokens = embedded[0] if embedded else kwargs.pop(EMBEDDED, None)
         family = self.family
         residual, chosen = hidden_states, ()
         out = read = self._read(hidden_states, 0)
@@ -132,6 +133,8 @@ class RotatedLayer(Mixin):
             out = out + beside(read)
         if self.boundary_place == "inside":
             output = residual + self._added(out, 1)
+            if family.embedded is not None and of_tokens is not None:
+                output = output + self._embedded(output, of_tokens)
             if family.output_multiplier is not None:
                 output *= getattr(self, family.output_multiplier)  # in place, in the dtype of the stream
             return output
@@ -170,6 +173,12 @@ class RotatedLayer(Mixin):
         _, weights, chosen = router(tokens)
         found = getattr(self, self.family.experts)(self._turned(before(tokens)), chosen, weights)
         added: Tensor = behind_mlp(out) + behind(found.view_as(residual))
+        return added
+
+    def _embedded(self: Any, residual: Tensor, of_tokens: Tensor) -> Tensor:
+        """What the layer adds for its own embeddings of the tokens (`Family.embedded`)."""
+        gate, activation, projection, norm = (getattr(self, name) for name in self.family.embedded)
+        added: Tensor = norm(projection(activation(gate(residual)) * of_tokens))
         return added
 
     def _added(self, output: Tensor, block: int) -> Tensor:

@@ -15,14 +15,16 @@ from drot.core.hashes import Ends
 from drot.machine.transfer import on_device
 from drot.model.dtypes import stored_dtype
 from drot.model.families import family_of, layer_families
-from drot.model.family import Family
+from drot.model.family import EMBEDDED, Family
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.linear import copied, module_at, reset_norm, scale_of, shift_of
-from drot.model.sizes import head_shape, widths_of
+from drot.model.sizes import head_shape, shares_keys, widths_of
 from drot.model.whole import WRITERS
 
 #: the attribute of a model whose files hold the parameters of all experts of a layer together
 EXPERTS_TOGETHER = "experts_together"
+#: the arguments of a layer that each sequence has of its own
+BY_SEQUENCE = {EMBEDDED}
 
 
 class DecoderModel:
@@ -69,6 +71,11 @@ class DecoderModel:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def lends_keys(self) -> bool:
+        """Whether layers read keys and values of earlier layers, by the argument LENT."""
+        return shares_keys(self.config)
 
     @property
     def is_skeleton(self) -> bool:
@@ -135,13 +142,13 @@ class DecoderModel:
 
     def norm_and_head(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
         """Copies of the last norm and of the head on `device`, which share tensors that lie there."""
-        with self.in_memory(*self.ends[1:]):
+        with self.in_memory(*self.ends[-2:]):
             return _on(self.final_norm, device), _on(self.head, device)
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The paths of the embeddings, the last norm and the head, for `in_memory`."""
-        return (*self.family.embeddings, self.family.final_norm, self.family.head)
+        """The paths of the modules in front of the layers, the last norm and the head, for `in_memory`."""
+        return (*self.family.front, self.family.final_norm, self.family.head)
 
     def loaded_layers(self, device: torch.device | str = "cpu") -> Iterator[DecoderLayer]:
         """Each layer where the model lies; those of a skeleton on `device`, one after the other."""
@@ -228,17 +235,21 @@ class DecoderModel:
         and sliding windows are right for every family. Neither a layer nor the last norm is computed, and the
         model is not moved.
 
-        empty: makes the tensor of the returned input, of the shape and the dtype that it gets.
+        They are the same for all sequences, but for those in BY_SEQUENCE: of these there is a tensor
+        [nsamples, seqlen, any width].
+
+        empty: makes the tensors of the input and of these arguments, of the shape and the dtype that it gets.
         """
         recorders = [_Recorder(layer.module, self.family.returns_choice) for layer in self.layers]
         stand_ins = {self.family.layers: nn.ModuleList(recorders), self.family.final_norm: nn.Identity()}
         backbone = module_at(self.model, self.family.layers.rpartition(".")[0])
         before: dict[str, nn.Module] = {}
+        found: dict[tuple[int, str], Tensor] = {}
         inputs = None
         try:
             for path, module in stand_ins.items():
                 before[path] = self._replace(path, module)
-            with self.in_memory(*self.family.embeddings):
+            with self.in_memory(*self.family.front):
                 device = self.embedding.weight.device
                 for index, row in enumerate(tokens):
                     backbone(row[None].to(device), use_cache=False)
@@ -246,10 +257,18 @@ class DecoderModel:
                     if inputs is None:
                         inputs = empty((len(tokens), *first.shape), first.dtype)
                     inputs[index] = first
+                    for place, recorder in enumerate(recorders):
+                        for name in recorder.kwargs.keys() & BY_SEQUENCE:
+                            (own,) = recorder.kwargs[name]
+                            if index == 0:
+                                found[place, name] = empty((len(tokens), *own.shape), own.dtype)
+                            found[place, name][index] = own
         finally:
             for path, module in before.items():
                 self._replace(path, module)
         assert inputs is not None, "there is a sequence at least"
+        for (place, name), tensor in found.items():
+            recorders[place].kwargs[name] = tensor
         return inputs, [recorder.kwargs for recorder in recorders]
 
     def _replace(self, path: str, module: nn.Module) -> nn.Module:
@@ -376,6 +395,8 @@ class _Recorder(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_layer"][0], name)
 
-    def forward(self, hidden_states: Tensor, *args: None, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *embedded: Tensor | None, **kwargs: Any) -> Any:
         self.hidden_states, self.kwargs = hidden_states, kwargs
+        if any(one is not None for one in embedded):
+            self.kwargs[EMBEDDED] = embedded[0]
         return (hidden_states, None) if self.returns_choice else hidden_states

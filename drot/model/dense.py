@@ -92,13 +92,13 @@ def without_gate(family: Family, up: str = "mlp.up_proj", down: str = "mlp.down_
     )
 
 
-def with_keys_as_values(family: Family) -> Family:
-    """The family without v_proj and R2: the outputs of k_proj are the values too."""
+def without_r2(family: Family, *lacking: str) -> Family:
+    """The family without R2, and without the linears of its attention whose paths are in `lacking`."""
     attention, o, *mlp = family.groups
-    linears = tuple(linear for linear in attention.linears if linear.output != "r2")
+    linears = (replace(one, output=None) if one.output == "r2" else one for one in attention.linears)
     (o_proj,) = o.linears
-    o = replace(o, linears=(replace(o_proj, input=None),))
-    return replace(family, groups=(replace(attention, linears=linears), o, *mlp))
+    attention = replace(attention, linears=tuple(one for one in linears if one.path not in lacking))
+    return replace(family, groups=(attention, replace(o, linears=(replace(o_proj, input=None),)), *mlp))
 
 
 #: Norms behind attention and MLP, and none in front of them. The weight of such a norm acts between a block
@@ -116,16 +116,26 @@ SANDWICH = replace(
     ),
     logits_cap="final_logit_softcapping",
 )
-#: The values of a head pass a norm without weight, which R2 commutes with. Where the keys are the values too,
-#: there is no R2. Not supported: the embeddings of each layer and the keys and values of other layers, which
-#: are different for each token.
-GEMMA4 = replace(
+EMBEDDING = "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"
+_GEMMA4 = replace(
     SANDWICH,
     output_multiplier="layer_scalar",
-    kinds=(("keys", replace(with_keys_as_values(SANDWICH), output_multiplier="layer_scalar")),),
-    required=(
-        ("hidden_size_per_layer_input", 0),
-        ("num_kv_shared_layers", 0),
+    embedded=EMBEDDING,
+    untouched=(*SANDWICH.untouched, *EMBEDDING),
+    token_embeddings=(
+        "model.embed_tokens_per_layer",
+        "model.per_layer_model_projection",
+        "model.per_layer_projection_norm",
+    ),
+)
+#: The values of a head pass a norm without weight, which R2 commutes with. Where the keys are the values too,
+#: or the values of several layers, there is no R2.
+GEMMA4 = replace(
+    _GEMMA4,
+    kinds=(
+        ("keys", without_r2(_GEMMA4, "self_attn.v_proj")),  # the outputs of k_proj are the values too
+        ("lends", without_r2(_GEMMA4)),
+        ("borrows", without_r2(_GEMMA4, "self_attn.k_proj", "self_attn.v_proj")),
     ),
     needs="GroupWeightRename",  # an older config has no sizes of each layer
 )

@@ -15,6 +15,12 @@ from drot.model.sizes import Width
 Rotates = Literal["r1", "r2", "r3"]
 
 
+#: the argument of a layer with the embeddings of its own of the tokens: others for each sequence
+EMBEDDED = "per_layer_input"
+#: the argument of a layer with the keys and values that layers lend: kind of attention → both
+LENT = "shared_kv_states"
+
+
 @dataclass(frozen=True)
 class LinearSpec:
     """One linear of a decoder layer.
@@ -120,6 +126,10 @@ class Family:
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
         stream. In a layer with one block `mlp` is its path, and `attention` too if it is an attention or a
         Mamba; otherwise `attention` is None.
+    embedded: the names of four modules of a layer that adds an embedding of its own of each token behind the
+        MLP, the argument EMBEDDED: a gate of it that reads the stream, the activation of the gate, the linear
+        that reads the gated embedding, and the norm of its outputs. Some models of a family have none.
+    token_embeddings: the modules outside of the layers that make these embeddings.
     beside: a module that reads what the MLP reads, and whose output the layer adds to that of the MLP. Some
         layers of a family have none.
     experts_beside: the names of four modules of a layer with `experts` beside its MLP, which read the stream
@@ -178,6 +188,8 @@ class Family:
     groups: tuple[InputGroup, ...]
     attention: str | None
     mlp: str
+    embedded: tuple[str, str, str, str] | None = None
+    token_embeddings: tuple[str, ...] = ()
     beside: str | None = None
     experts_beside: tuple[str, str, str, str] | None = None
     mlp_front: tuple[str, ...] = ()
@@ -237,7 +249,8 @@ class Family:
             return tuple(linear for linear in linears if not set(linear.shape) & set(widths))
 
         groups = (replace(group, linears=kept(group.linears)) for group in self.groups)
-        return replace(self, groups=tuple(group for group in groups if group.linears))
+        found = replace(self, groups=tuple(group for group in groups if group.linears))
+        return replace(found, embedded=None, token_embeddings=()) if "embedded" in widths else found
 
     def with_experts(self, count: int) -> "Family":
         """The family with the groups of `count` experts in place of the groups that stand for each of them.
@@ -300,6 +313,11 @@ class Family:
     def embeddings(self) -> tuple[str, ...]:
         """The embedding of the tokens and, if there is one, that of the positions."""
         return (self.embedding,) if self.positions is None else (self.embedding, self.positions)
+
+    @property
+    def front(self) -> tuple[str, ...]:
+        """The modules with weights in front of the first layer."""
+        return (*self.embeddings, *self.token_embeddings)
 
     @property
     def norms(self) -> tuple[str, ...]:

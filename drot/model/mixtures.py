@@ -87,7 +87,8 @@ MIXTURES = {
         )
     ),
     "gemma4_text": replace(
-        with_dense_layers(with_experts_beside(GEMMA4), GEMMA4), models="Gemma 4 31B, Gemma 4 26B-A4B"
+        with_dense_layers(with_experts_beside(GEMMA4), GEMMA4),
+        models="Gemma 4 31B, Gemma 4 26B-A4B, Gemma 4 E4B, Gemma 4 E2B",
     ),
     "hunyuan_v1_moe": replace(
         with_shared_experts(MIXTURE, "mlp.shared_mlp", width="mlp"),

@@ -15,6 +15,7 @@ from drot.core.errors import UserError
 #: turns. `mla_query`, `mla_kv` and `mla_value` are heads · head_dim of queries, of keys without RoPE together
 #: with values, and of values. `whole_query` is `mla_query` in a model whose queries have no latent.
 #: `latent` is the width of what experts read, and write, that do not read the stream.
+#: `embedded` is the width of the embedding of each token that a layer has of its own.
 #: `convolved` is the width of what a short convolution reads with its two gates. `mamba` is the width of the
 #: values of a Mamba, and `mamba_in` that with a gate for each, and with what makes its state and its step.
 Width = Literal[
@@ -37,16 +38,20 @@ Width = Literal[
     "mla_value",
     "whole_query",
     "latent",
+    "embedded",
     "convolved",
     "mamba",
     "mamba_in",
 ]
 #: the widths that are 0 in some models of a family, which then lack the linears of this width
-MAY_BE_ABSENT: tuple[Width, ...] = ("shared", "latent_q", "whole_query")
+MAY_BE_ABSENT: tuple[Width, ...] = ("shared", "latent_q", "whole_query", "embedded")
 #: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
-#: attention, a short convolution or a Mamba, `keys` an attention whose keys are its values too. In a model
+#: attention, a short convolution or a Mamba, `keys` an attention whose keys are its values too, `lends` one
+#: whose keys and values later layers read too, `borrows` one that reads those of an earlier layer. In a model
 #: whose layers have one block each, `attention` is an attention, and `latent` experts that read a latent.
-LayerKind = Literal["", "dense", "linear", "linear dense", "keys", "keys dense", "attention", "latent"]
+LayerKind = Literal[
+    "", "dense", "linear", "linear dense", "keys", "keys dense", "lends", "borrows", "attention", "latent"
+]
 
 
 #: block of a layer with one block → the kind of the layer; an MLP is the usual of a model without experts
@@ -99,18 +104,40 @@ def _first_of(config: Any, *names: str) -> int:
 
 def layer_kind(config: Any, index: int) -> LayerKind:
     """The kind of decoder layer `index`."""
-    types = getattr(config, "layer_types", None)
+    types = getattr(config, "layer_types", None) or ()
     attention = types[index] if types else ""
     if _one_block(config):
         if attention == "moe" and config.moe_latent_size:
             return "latent"
         return ONE_BLOCK[attention] if experts_of(config) or attention != "mlp" else ""
+    borrows = shares_keys(config) and index >= _first_borrower(config)
+    keys = attention == "full_attention" and bool(getattr(config, "attention_k_eq_v", False))
     found = {
         "linear": attention in ("linear_attention", "mamba", "conv"),
-        "keys": attention == "full_attention" and bool(getattr(config, "attention_k_eq_v", False)),
+        "borrows": borrows,
+        "keys": keys and not borrows,
+        "lends": lends_keys(config, index) and not keys,
         "dense": _is_dense(config, index),
     }
     return cast(LayerKind, " ".join(kind for kind, holds in found.items() if holds))
+
+
+def shares_keys(config: Any) -> bool:
+    """Whether layers read the keys and values of an earlier layer."""
+    return bool(getattr(config, "num_kv_shared_layers", 0))
+
+
+def lends_keys(config: Any, index: int) -> bool:
+    """Whether later layers may read the keys and values of decoder layer `index`, the last of its type."""
+    if not shares_keys(config):
+        return False
+    own = config.layer_types[: _first_borrower(config)]
+    return index < len(own) and own[index] not in own[index + 1 :]
+
+
+def _first_borrower(config: Any) -> int:
+    """The first layer without keys and values of its own."""
+    return int(config.num_hidden_layers - config.num_kv_shared_layers)
 
 
 def _one_block(config: Any) -> bool:
@@ -184,7 +211,7 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         "hidden": config.hidden_size,
         "query": shape.heads * shape.head_dim,
         "kv": shape.kv_heads * shape.head_dim,
-        "mlp": mlp_width(config),
+        "mlp": mlp_width(config) * _doubled(config, index),
         "expert": expert,
         "shared": shared or expert * of_shared,
         "experts": experts_of(config),
@@ -193,10 +220,17 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         "linear_qkv": 2 * key + value,
         "linear_qkvz": 2 * key + 2 * value,
         "latent": getattr(config, "moe_latent_size", None) or 0,
+        "embedded": getattr(config, "hidden_size_per_layer_input", None) or 0,
         "convolved": 3 * config.hidden_size,
         **_mamba_widths(config),
         **_latent_widths(config),
     }
+
+
+def _doubled(config: Any, index: int) -> int:
+    """The factor of the intermediate size of decoder layer `index`."""
+    doubles = getattr(config, "use_double_wide_mlp", False) and shares_keys(config)
+    return 2 if doubles and index >= _first_borrower(config) else 1
 
 
 def absent_widths(config: Any) -> frozenset[Width]:

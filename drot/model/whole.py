@@ -19,7 +19,7 @@ from drot.model.families import FAMILIES
 #: `model_type` of a model that reads images too → published models
 WHOLE_MODELS = {
     "gemma3": "Gemma 3",
-    "gemma4": "Gemma 4 31B, Gemma 4 26B-A4B",
+    "gemma4": "Gemma 4 31B, Gemma 4 26B-A4B, Gemma 4 E4B, Gemma 4 E2B",
     "gemma4_unified": "Gemma 4 12B",
     "mistral3": "Ministral 3, Mistral Small 3",
     "qwen2_5_vl": "Qwen2.5-VL",
@@ -35,6 +35,8 @@ BODIES = {
     "model.language_model.": "",
     "model.": "",
 }
+#: what the names of the tensors of a language model begin with, behind `model.`
+PARTS = "layers.", "embed_tokens", "norm.", "per_layer_"
 #: the linear that writes images into the residual stream in front of the first layer
 PROJECTORS = ("multi_modal_projector.linear_2.", "visual.merger.mlp.2.", "visual.merger.linear_fc2.")
 #: the linears that write them behind layer 0, 1 and so on, with the number of the layer
@@ -70,7 +72,7 @@ class StoredNames:
         """The name in the language model of a tensor of the files; None if it is no part of it."""
         for own, prefix in self._prefixes:
             rest = stored.removeprefix(prefix)
-            if rest != stored and (own != "model." or rest.startswith(("layers.", "embed_tokens.", "norm."))):
+            if rest != stored and (own != "model." or rest.startswith(PARTS)):
                 return own + rest
         return None
 

@@ -24,7 +24,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     of_layers = (layers - 1) // rotation.layers_per_rotation if sizes.rotates_stream else layers
     held = {"none": 0, "shared": 0, "layer": of_layers}[rotation.mode]
     boundaries = held * sizes.hidden**2
-    of_down = sum(map(sizes.down_inputs, sizes.names)) * (rotation.down_block or 0)  # R3 of all layers
+    of_down = sum(map(sizes.down_inputs, sizes.shapes_in)) * (rotation.down_block or 0)  # R3 of all layers
     head = sizes.untied_head if rotates else 0
     checkpoint = (sizes.weights + head + boundaries + of_down) * save_dtype.itemsize
     checkpoint += sizes.in_fp32.get(save_dtype, 0) * (torch.float32.itemsize - save_dtype.itemsize)
@@ -46,7 +46,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     if recipe.recovery.distill_epochs:  # the layers as they were pruned, not packed
         beside += (sizes.weights - sizes.outside + boundaries + of_down) * save_dtype.itemsize
     if rotates:
-        beside += sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.names)
+        beside += sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.shapes_in)
     if sizes.tokens:
         beside += sum(
             map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0
@@ -60,7 +60,7 @@ def rotations_file_bytes(sizes: Sizes, rotation: ResolvedRotation) -> int:
     """The bytes of the file of `save_rotations_to`, whose disk holds as much again while it is written."""
     if rotation.mode == "none":
         return 0
-    in_fp64 = sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.names)
+    in_fp64 = sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.shapes_in)
     return in_fp64 * torch.float32.itemsize // torch.float64.itemsize
 
 

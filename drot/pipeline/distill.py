@@ -231,9 +231,9 @@ def _train(
     length = inputs.hidden_states.shape[1]
 
     def outputs(sequences: Tensor) -> Tensor:
-        hidden = inputs.batch(sequences)
+        hidden, lent = inputs.batch(sequences), dict[str, Any]()
         for layer in layers:
-            kwargs = inputs.layer_kwargs[layer.index]
+            kwargs = inputs.arguments(layer, sequences, lent)
             if keeps:
                 hidden = layer(hidden, kwargs)
             else:

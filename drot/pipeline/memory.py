@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -57,7 +57,10 @@ def main_memory(
     if recipe.rotation.mode == "none":
         return count * max(needed, loaded)
     rotation, of_batch = (
-        max(rotation_bytes(sizes, names, recipe.rotation.down_block, pinned=each) for names in sizes.names)
+        max(
+            rotation_bytes(sizes, shapes, recipe.rotation.down_block, pinned=each)
+            for shapes in sizes.shapes_in
+        )
         for each in (False, pinned)
     )
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
@@ -79,7 +82,7 @@ def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, pin
 
     pinned: whether they lie in main memory for a GPU.
     """
-    own = sizes.tokens * sizes.hidden * dtype.itemsize
+    own = sizes.tokens * sizes.state * dtype.itemsize
     parts = [own, own if recipe.needs_dense_states else 0, further_bytes(sizes, recipe, dtype)]
     return sum(map(pinned_bytes, parts)) if pinned else sum(parts)
 
@@ -124,7 +127,7 @@ def parameter_sizes(sizes: Sizes) -> Counter[str]:
 def further_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
     """The bytes of the hidden states of the sequences on which all layers are trained together."""
     share = recipe.recovery.distill_nsamples / recipe.calibration.nsamples
-    return round(share * sizes.tokens * sizes.hidden * dtype.itemsize)
+    return round(share * sizes.tokens * sizes.state * dtype.itemsize)
 
 
 def training_bytes(
@@ -201,12 +204,12 @@ def _weights_of_layers(sizes: Sizes) -> list[int]:
 
 
 def rotation_bytes(
-    sizes: Sizes, linears: Collection[str], down_block: int | None, *, pinned: bool = False
+    sizes: Sizes, shapes: Mapping[str, tuple[int, int]], down_block: int | None, *, pinned: bool = False
 ) -> int:
     """The bytes of the rotation of a layer in fp64: R1, the R2 of each head of keys, and R3.
 
-    linears: those of the layer. pinned: as in `state_bytes`.
+    shapes: those of its linears, of `Sizes.shapes_in`. pinned: as in `state_bytes`.
     """
     r1, r2 = sizes.hidden**2, sizes.heads.kv_heads * sizes.heads.head_dim**2
-    parts = [8 * count for count in (r1, r2, sizes.down_inputs(linears) * (down_block or 0))]
+    parts = [8 * count for count in (r1, r2, sizes.down_inputs(shapes) * (down_block or 0))]
     return sum(map(pinned_bytes, parts)) if pinned else sum(parts)

@@ -61,7 +61,7 @@ def recover_layer(
     scale = width * math.sqrt(seqlen * config.recover_batch)
 
     def error(sequences: Tensor) -> Tensor:
-        output = layer(stream.batch(sequences), stream.layer_kwargs[index])
+        output = layer(stream.batch(sequences), stream.arguments(layer, sequences))
         return _relative_error(output, targets.batch(sequences))
 
     @torch.no_grad()

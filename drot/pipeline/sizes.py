@@ -13,7 +13,7 @@ from drot.config import ResolvedRecipe
 from drot.model.decoder import DecoderModel
 from drot.model.dtypes import stored_dtype
 from drot.model.family import InputGroup
-from drot.model.sizes import HeadShape, routed_share
+from drot.model.sizes import HeadShape, lends_keys, routed_share
 from drot.model.whole import WRITERS
 
 
@@ -32,6 +32,8 @@ class Sizes:
     in_fp32: dtype of a checkpoint → numbers that it holds in fp32 nevertheless.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     routed: the share of the tokens that an expert reads, on average.
+    beside: numbers of a token beside its hidden state: embeddings that layers have of their own, and the keys
+        and values that layers lend.
     """
 
     groups: Sequence[InputGroup]
@@ -48,6 +50,7 @@ class Sizes:
     seqlen: int
     in_fp32: Mapping[torch.dtype, int]
     routed: float = 1.0
+    beside: int = 0
 
     def share(self, group: InputGroup) -> float:
         """The share of the tokens that a group reads."""
@@ -56,6 +59,11 @@ class Sizes:
     @property
     def tokens(self) -> int:
         return self.nsamples * self.seqlen
+
+    @property
+    def state(self) -> int:
+        """The numbers of a token in the hidden states of the calibration, with those beside."""
+        return self.hidden + self.beside
 
     @property
     def hidden(self) -> int:
@@ -73,10 +81,10 @@ class Sizes:
         """Numbers in lm_head if a rotation unties it; otherwise 0."""
         return self.tied_head if self.rotates_stream else 0
 
-    def down_inputs(self, linears: Collection[str]) -> int:
-        """The inputs that R3 rotates, of those of `linears` that take it."""
+    def down_inputs(self, shapes: Mapping[str, tuple[int, int]]) -> int:
+        """The inputs that R3 rotates in a layer. shapes: those of its linears, of `shapes_in`."""
         of_down = (one.name for group in self.groups for one in group.linears if one.input == "r3")
-        return sum(self.shapes[name][1] for name in of_down if name in linears)
+        return sum(shapes[name][1] for name in of_down if name in shapes)
 
     def of_layer(self, index: int) -> "Sizes":
         """The sizes with the groups of one layer alone."""
@@ -140,6 +148,12 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         nsamples=nsamples,
         seqlen=seqlen,
         routed=routed_share(model.config),
+        beside=len(model.layers) * model.widths["embedded"]
+        + sum(
+            2 * layer.heads.kv_heads * layer.heads.head_dim
+            for layer in model.layers
+            if lends_keys(model.config, layer.index)
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from drot.machine.memory import available_memory
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.spool import Spool
 from drot.machine.transfer import empty_on_host, return_pinned_memory
+from drot.model.decoder import BY_SEQUENCE
 from drot.pipeline.memory import device_memory, further_bytes, main_memory, pass_bytes, state_bytes
 from drot.pipeline.sizes import Sizes
 
@@ -41,7 +42,7 @@ def place_of_states(
     from_gguf: whether the model is a GGUF file that is not loaded yet.
     """
     on_gpu, of_pruning = is_gpu(device), device_memory(sizes, recipe, dtype)
-    own = sizes.tokens * sizes.hidden * dtype.itemsize  # those of the dense model may lie elsewhere
+    own = sizes.tokens * sizes.state * dtype.itemsize  # those of the dense model may lie elsewhere
     held = own + pass_bytes(sizes, dtype) + further_bytes(sizes, recipe, dtype)
     if on_gpu and of_pruning + held <= free_memory(device):
         return "device"
@@ -59,8 +60,13 @@ def further_states(run: "RunContext", beside: CalibrationStream) -> CalibrationS
     """
     assert run.distill_tokens is not None
     own = run.distill_tokens[run.ranks.rank :: run.ranks.size]
-    hidden_states, _ = run.model.record(own, beside.empty or partial(empty_on, run.device))
-    return CalibrationStream(hidden_states, beside.layer_kwargs, run.device, beside.empty, run.ranks)
+    hidden_states, recorded = run.model.record(own, beside.empty or partial(empty_on, run.device))
+    arguments = [
+        known | {name: own[name] for name in own.keys() & BY_SEQUENCE}
+        for known, own in zip(beside.layer_kwargs, recorded, strict=True)
+    ]
+    lent = None if beside.lent is None else beside.lent.child(len(own), beside.empty)
+    return CalibrationStream(hidden_states, arguments, run.device, beside.empty, run.ranks, lent=lent)
 
 
 def embed(run: "RunContext", tokens: Tensor, state: RunState | None) -> CalibrationStream:

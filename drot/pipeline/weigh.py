@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from drot.calibration.lent import Lent
 from drot.calibration.stream import CalibrationStream
 from drot.calibration.token_weights import (
     TokenWeights,
@@ -66,6 +67,7 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
                     stream.hidden_states[batch], loss_gradient(run.model, hidden, own[batch], norm, head)
                 )
         del norm, head
+    of_lent = None if stream.lent is None else stream.lent.empty()
     starts = [*range(0, first, step), *([first] if first < len(layers) else [])]
     for start, stop in reversed([*itertools.pairwise([*starts, len(layers)])]):
         segment = layers[start:stop]
@@ -76,7 +78,7 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
                 inputs[-1].advance(layer)
         for layer in on_device(segment[::-1], run.device, run.home):
             with run.during("weigh", layer):
-                of_tokens, sums = _go_back(run, layer.index, inputs.pop(), stream)
+                of_tokens, sums = _go_back(run, layer.index, inputs.pop(), stream, of_lent)
                 squares |= of_tokens
                 of_outputs |= sums
     with run.during("weigh"):
@@ -135,7 +137,7 @@ def _keeper(
 
 
 def _go_back(
-    run: RunContext, index: int, inputs: CalibrationStream, gradient: CalibrationStream
+    run: RunContext, index: int, inputs: CalibrationStream, gradient: CalibrationStream, of_lent: Lent | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Replaces the gradient in the outputs of a layer by that in its inputs.
 
@@ -143,13 +145,18 @@ def _go_back(
     memory.
 
     inputs: of the layer. gradient: its hidden states are the gradient.
+    of_lent: as in `layer_gradients`.
     """
     layer, found, sums = run.model.layers[index], dict[str, list[Tensor]](), dict[str, Tensor]()
     batches = zip(inputs.loaded_batches(), gradient.loaded(gradient.hidden_states), strict=True)
     with gradient.copies_home() as home:
         for (batch, hidden), of_outputs in batches:
             before, squares, of_linears = layer_gradients(
-                layer, hidden, inputs.layer_kwargs[index], of_outputs
+                layer,
+                hidden,
+                inputs.arguments(layer, batch),
+                of_outputs,
+                None if of_lent is None else of_lent.of(batch),
             )
             home.write(gradient.hidden_states[batch], before)
             for key, means in squares.items():

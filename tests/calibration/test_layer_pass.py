@@ -30,8 +30,8 @@ def layer_and_stream(family, place=None, dtype=torch.float32):
     return layer, stream
 
 
-def outputs(module, stream):
-    return [module(stream.batch(batch), **stream.layer_kwargs[1]) for batch in stream.batches()]
+def outputs(layer, stream):
+    return [layer.module(stream.batch(batch), **stream.arguments(layer, batch)) for batch in stream.batches()]
 
 
 def from_the_start(layer, stream, group):
@@ -49,7 +49,7 @@ def from_the_start(layer, stream, group):
     else:
         norm = getattr(layer.module, "post_attention_layernorm", layer.norms[-1:] and layer.norms[-1])
         handles.append(norm.register_forward_pre_hook(lambda m, args: middle.append(args[0])))
-    found = outputs(layer.module, stream)
+    found = outputs(layer, stream)
     for handle in handles:
         handle.remove()
     return torch.cat(seen), torch.cat(middle if group is layer.attention_end else found)

@@ -222,19 +222,6 @@ def test_a_kind_of_opt_that_no_rotation_fits_is_refused():
         DecoderModel(model).check()
 
 
-@pytest.mark.parametrize(
-    ("entry", "value", "wanted"),
-    [("hidden_size_per_layer_input", 8, 0), ("num_kv_shared_layers", 1, 0)],
-)
-def test_a_kind_of_gemma_4_that_drot_lacks_is_refused(entry, value, wanted):
-    model = small_model("gemma4_text")
-    setattr(model.config, entry, value)
-    with pytest.raises(
-        UserError, match=f"'gemma4_text' must have {entry}={wanted} in its config, got {value}"
-    ):
-        DecoderModel(model)
-
-
 def test_gemma_4_without_experts_may_name_some():
     model = small_model("gemma4_text", enable_moe_block=False, num_experts=4, top_k_experts=2)
     decoder = DecoderModel(model)

@@ -75,7 +75,7 @@ def test_the_inputs_of_experts_without_a_gate(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [*NEMOTRONS, "glm4_moe", "gemma4_text"])
+@pytest.mark.parametrize("family", [*NEMOTRONS, "glm4_moe", "gemma4_text", "gemma4_text-lends"])
 def test_a_layer_that_is_not_pruned_needs_no_change(family):
     """Its targets are what it computes, and both streams pass each layer once."""
     handle = DecoderModel(small_model(family))

@@ -57,14 +57,16 @@ def expected(run):
     return {key: root / root.mean() for key, root in roots.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "opt", "qwen3_next", "glm4"])
+@pytest.mark.parametrize(
+    "family", ["llama", "phi3", "gemma2", "opt", "qwen3_next", "glm4", "gemma4_text-lends"]
+)
 @pytest.mark.parametrize("room", [9, 0])
 def test_the_weights_are_those_of_one_backward_pass(family, room, monkeypatch):
     """Also where the inputs of some layers are kept, and the others are computed again."""
     check_weights(context_of(family), room, monkeypatch)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "opt"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "opt", "gemma4_text-lends"])
 def test_the_weights_of_outputs_are_those_of_one_backward_pass(family):
     """Also of the slices of a module. Experts have none."""
     run = context_of(family)

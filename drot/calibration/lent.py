@@ -1,0 +1,76 @@
+"""The keys and values that decoder layers lend to later layers, which have none of their own."""
+
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+#: Makes an uninitialised tensor of a shape and a dtype, in a place that it knows.
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+
+
+class Lent:
+    """Kind of attention → keys and values [sequences, kv_heads, seqlen, head_dim], for all of a stream.
+
+    A layer reads and writes those of some sequences by the argument LENT, which `of` makes.
+    """
+
+    def __init__(self, nsamples: int, device: torch.device, empty: Empty | None) -> None:
+        self._nsamples, self._device = nsamples, device
+        self._empty = empty or (lambda shape, dtype: torch.empty(*shape, dtype=dtype, device=device))
+        self._states: ChainMap[str, tuple[Tensor, ...]] = ChainMap()
+
+    def child(self, nsamples: int, empty: Empty | None) -> "Lent":
+        """For a stream of the first `nsamples` sequences, which reads the same until it writes its own."""
+        found = Lent(nsamples, self._device, empty)
+        found._states = self._states.new_child()
+        return found
+
+    def empty(self) -> "Lent":
+        """For others of the same sequences, such as the gradient."""
+        return Lent(self._nsamples, self._device, self._empty)
+
+    def of(self, sequences: slice | Tensor) -> "LentOfSequences":
+        return LentOfSequences(self, sequences)
+
+    def holds(self, kind: str) -> bool:
+        return kind in self._states
+
+    def read(self, kind: str, sequences: slice | Tensor) -> tuple[Tensor, ...]:
+        """A copy on the device where the layers compute."""
+        return tuple(gathered(states, sequences, self._device) for states in self._states[kind])
+
+    def write(self, kind: str, sequences: slice | Tensor, values: Sequence[Tensor]) -> None:
+        own = self._states.maps[0]
+        if kind not in own:
+            own[kind] = tuple(self._empty((self._nsamples, *one.shape[1:]), one.dtype) for one in values)
+        for states, one in zip(own[kind], values, strict=True):
+            states[sequences] = one.detach().to(states.device)
+
+
+class LentOfSequences:
+    """Those of some sequences, as a decoder layer takes them."""
+
+    def __init__(self, lent: Lent, sequences: slice | Tensor) -> None:
+        self._lent, self._sequences = lent, sequences
+
+    def __contains__(self, kind: str) -> bool:
+        return self._lent.holds(kind)
+
+    def __getitem__(self, kind: str) -> tuple[Tensor, ...]:
+        return self._lent.read(kind, self._sequences)
+
+    def __setitem__(self, kind: str, values: Sequence[Tensor]) -> None:
+        self._lent.write(kind, self._sequences, values)
+
+
+def gathered(states: Tensor, sequences: slice | Tensor, device: torch.device) -> Tensor:
+    """The rows of some sequences, on `device`."""
+    if isinstance(sequences, slice) or states.device == device:
+        return states[sequences].to(device)
+    # sequence by sequence: so main memory gathers nothing, and the CPU does not wait
+    result = torch.empty(len(sequences), *states.shape[1:], dtype=states.dtype, device=device)
+    for row, index in zip(result, sequences.tolist(), strict=True):
+        row.copy_(states[index], non_blocking=True)
+    return result
