@@ -1,6 +1,5 @@
 """The command `drot compare`, and its table."""
 
-import dataclasses
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +63,7 @@ def compare(
             progress=progress,
         )
     if as_json:
-        print_json(dataclasses.asdict(found))
+        print_json(found)
         return
     print_comparison(folder, found)
     if not no_record:

@@ -1,6 +1,5 @@
 """The command `drot demo`."""
 
-import dataclasses
 from pathlib import Path
 
 import typer
@@ -25,7 +24,7 @@ def demo(out: Path = Path("demo-output"), as_json: bool = False) -> None:
     with working() as progress:
         result = run_demo(out, progress=progress)
     if as_json:
-        print_json(dataclasses.asdict(result) | {"out": out})
+        print_json(vars(result) | {"out": out})
     else:
         print_comparison(out, result.comparison)
         output().print(result.sentence)

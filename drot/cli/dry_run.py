@@ -1,7 +1,6 @@
 """`drot prune --dry-run`: prints the settings of a run and what it needs."""
 
 import functools
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,11 @@ def show_needs(
         seconds = seconds_at(needs.work, functools.partial(measured_rate, device))
         seconds /= needs.gpus if is_gpu(device) else 1  # ranks on a CPU share it
     if as_json:
-        facts = {field.name: getattr(needs, field.name) for field in fields(needs)}
-        facts |= {"recipe": needs.recipe.to_dict(), "format": needs.recipe.format, "seconds": seconds}
+        facts = vars(needs) | {
+            "recipe": needs.recipe.to_dict(),
+            "format": needs.recipe.format,
+            "seconds": seconds,
+        }
         print_json(facts)
         return
     import yaml

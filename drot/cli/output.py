@@ -1,13 +1,12 @@
 """Results on stdout: JSON, lines, tables of text, and what a manifest says."""
 
 import json
-import math
-import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
@@ -31,15 +30,7 @@ def output() -> SafeConsole:
 
 def print_json(data: Any) -> None:
     """Prints `data` as standard JSON, which has no Infinity and no NaN: they become null."""
-    print(json.dumps(_finite(data), allow_nan=False, default=os.fspath))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    print(json.dumps(to_jsonable_python(data, inf_nan_mode="null")))
 
 
 def print_line(line: str) -> None:

@@ -19,8 +19,8 @@ from drot.model.sizes import positions_of
 from drot.sparse.fused import fused_layer
 from drot.sparse.linear import is_packed
 
-#: largest number of logits in fp32 at the same time; 64 Mi logits take 256 MiB
-LOGITS_AT_ONCE = 1 << 26
+#: largest number of logits in fp32 at the same time, but for those of one window: a CPU is quicker with few
+LOGITS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)

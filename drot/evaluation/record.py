@@ -1,12 +1,12 @@
 """The evaluations of a checkpoint in its manifest, drot.json."""
 
 import datetime
-import json
 import logging
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from drot.checkpoint.card import CARD, save_card
@@ -51,7 +51,7 @@ def record(folder: str, figures: dict[str, Any]) -> None:
         "versions": versions() | packages,
         **{key: value for key, value in figures.items() if key != "model"},
     }
-    new = EvaluationRecord.model_validate(json.loads(json.dumps(entry), parse_constant=lambda constant: None))
+    new = EvaluationRecord.model_validate(to_jsonable_python(entry, inf_nan_mode="null"))
 
     def add(manifest: CheckpointManifest) -> None:
         same = [old for old in manifest.evaluations if _measurement(old) == _measurement(new)]

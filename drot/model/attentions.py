@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from drot.model.dense import without_r2
 from drot.model.family import Family, InputGroup, LinearSpec
 from drot.model.sizes import Width
 
@@ -32,24 +33,10 @@ def with_gate(family: Family, gate: str) -> Family:
 
     R1 rotates the gate, which is never pruned. No R2 passes it.
     """
-    attention, o, *mlp = (
-        replace(group, linears=tuple(map(_without_r2, group.linears))) for group in family.groups
-    )
-    assert attention.norm is not None
-    return replace(
-        family,
-        groups=(attention, o, *mlp),
-        unpruned=(*family.unpruned, (gate, attention.norm)),
-        kinds=tuple((kind, with_gate(one, gate)) for kind, one in family.kinds),
-    )
-
-
-def _without_r2(linear: LinearSpec) -> LinearSpec:
-    return replace(
-        linear,
-        input=None if linear.input == "r2" else linear.input,
-        output=None if linear.output == "r2" else linear.output,
-    )
+    norm = family.groups[0].norm
+    assert norm is not None
+    found = replace(without_r2(family), unpruned=(*family.unpruned, (gate, norm)))
+    return found.with_kinds(lambda one: with_gate(one, gate))
 
 
 #: A latent attention (MLA): R1 rotates what reads the stream and what writes it. Norms of the latents follow,
@@ -73,12 +60,9 @@ LATENT_ATTENTION = (
 
 def latent(family: Family) -> Family:
     """The family with LATENT_ATTENTION in all its layers."""
-    return replace(
-        family,
-        groups=(*LATENT_ATTENTION, *family.groups[2:]),
-        untouched=("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
-        kinds=tuple((kind, latent(one)) for kind, one in family.kinds),
-    )
+    norms = ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm")
+    found = replace(family, groups=(*LATENT_ATTENTION, *family.groups[2:]), untouched=norms)
+    return found.with_kinds(latent)
 
 
 def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) -> Family:
@@ -90,15 +74,11 @@ def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) 
     inputs: linear of the linear attention → the width of its outputs. unpruned: its linears with one or two
         outputs for each head, which are rotated alone.
     """
-    family = replace(
-        family,
-        norm_offset=1.0,
-        groups=(*GATED_ATTENTION, *family.groups[2:]),
-        kinds=tuple(
-            (kind, replace(one, norm_offset=1.0, groups=(*GATED_ATTENTION, *one.groups[2:])))
-            for kind, one in family.kinds
-        ),
-    )
+
+    def gated(one: Family) -> Family:
+        return replace(one, norm_offset=1.0, groups=(*GATED_ATTENTION, *one.groups[2:]))
+
+    family = gated(family).with_kinds(gated)
     linears = tuple(
         LinearSpec(f"linear_attn.{one}", (width, "hidden"), input="r1") for one, width in inputs.items()
     )

@@ -49,11 +49,7 @@ GRANITE = replace(LLAMA, residual_multiplier="residual_multiplier", logits_divis
 def inside(family: Family) -> Family:
     """The family whose stream nothing rotates: R1 acts on the inputs of attention and MLP alone."""
 
-    def unrotated(linear: LinearSpec) -> LinearSpec:
-        return replace(linear, output=None) if linear.output == "r1" else linear
-
-    groups = (replace(group, linears=tuple(map(unrotated, group.linears))) for group in family.groups)
-    return replace(family, groups=tuple(groups))
+    return family.with_linears(lambda one: replace(one, output=None if one.output == "r1" else one.output))
 
 
 def with_norms(family: Family, attention: str | None, mlp: str | None) -> Family:
@@ -65,21 +61,14 @@ def with_norms(family: Family, attention: str | None, mlp: str | None) -> Family
 
 def between_norms(family: Family, before: tuple[str, str], behind: tuple[str, str]) -> Family:
     """The family with a norm before its attention and its MLP and a norm behind each, in all its layers."""
-    return replace(
-        with_norms(inside(family), *before),
-        post_norms=behind,
-        kinds=tuple((kind, between_norms(one, before, behind)) for kind, one in family.kinds),
-    )
+    found = replace(with_norms(inside(family), *before), post_norms=behind)
+    return found.with_kinds(lambda one: between_norms(one, before, behind))
 
 
 def with_paths(family: Family, paths: Mapping[str, str]) -> Family:
     """The family some of whose linears lie elsewhere. paths: path → the other path."""
 
-    def moved(linear: LinearSpec) -> LinearSpec:
-        return replace(linear, path=paths.get(linear.path, linear.path))
-
-    groups = (replace(group, linears=tuple(map(moved, group.linears))) for group in family.groups)
-    return replace(family, groups=tuple(groups))
+    return family.with_linears(lambda one: replace(one, path=paths.get(one.path, one.path)))
 
 
 def without_gate(family: Family, up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Family:
@@ -149,8 +138,14 @@ COHERE = replace(
 )
 #: LayerNorms with a shift, an MLP without gate that is no module of its own, learned positions, and heads
 #: that share no keys. Its activation fixes the order of fc2's inputs but for permutations.
-OPT = Family(
+OPT = replace(
+    with_norms(
+        with_paths(without_gate(LLAMA, "fc1", "fc2"), {"self_attn.o_proj": "self_attn.out_proj"}),
+        "self_attn_layer_norm",
+        "final_layer_norm",
+    ),
     models="OPT",
+    untouched=(),
     layer_norm=True,
     attention="self_attn",
     mlp_front=("fc1", "activation_fn"),
@@ -165,26 +160,5 @@ OPT = Family(
         ("_remove_final_layer_norm", False),
         ("layer_norm_elementwise_affine", True),
         ("enable_bias", True),
-    ),
-    groups=(
-        InputGroup(
-            name="attention",
-            norm="self_attn_layer_norm",
-            linears=(
-                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
-                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
-                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
-            ),
-        ),
-        InputGroup(
-            name="o",
-            linears=(LinearSpec("self_attn.out_proj", ("hidden", "query"), input="r2", output="r1"),),
-        ),
-        InputGroup(
-            name="mlp",
-            norm="final_layer_norm",
-            linears=(LinearSpec("fc1", ("mlp", "hidden"), input="r1"),),
-        ),
-        InputGroup(name="down", linears=(LinearSpec("fc2", ("hidden", "mlp"), output="r1"),)),
     ),
 )

@@ -75,13 +75,13 @@ def with_indexer(family: Family, *, returned: bool = False) -> Family:
     returned: as `returns_choice` of a family.
     """
     readers = ("self_attn.indexer.wk", "self_attn.indexer.weights_proj")
-    return replace(
+    found = replace(
         family,
         untouched=(*family.untouched, "self_attn.indexer.wq_b", "self_attn.indexer.k_norm"),
         unpruned=(*family.unpruned, *((path, "input_layernorm") for path in readers)),
-        kinds=tuple((kind, with_indexer(one, returned=returned)) for kind, one in family.kinds),
         returns_choice=returned,
     )
+    return found.with_kinds(lambda one: with_indexer(one, returned=returned))
 
 
 def with_mlp_at(family: Family, mlp: str) -> Family:
@@ -90,19 +90,9 @@ def with_mlp_at(family: Family, mlp: str) -> Family:
     def moved(path: str) -> str:
         return mlp + path.removeprefix("mlp") if path.startswith("mlp.") else path
 
-    def group_at(group: InputGroup) -> InputGroup:
-        linears = (replace(linear, path=moved(linear.path)) for linear in group.linears)
-        return replace(group, linears=tuple(linears))
-
     assert family.experts is not None and family.router is not None
-    return replace(
-        family,
-        mlp=mlp,
-        experts=moved(family.experts),
-        router=moved(family.router),
-        groups=tuple(map(group_at, family.groups)),
-        kinds=(),
-    )
+    found = family.with_linears(lambda one: replace(one, path=moved(one.path)))
+    return replace(found, mlp=mlp, experts=moved(family.experts), router=moved(family.router), kinds=())
 
 
 def with_dense_layers(family: Family, dense: Family) -> Family:
@@ -134,7 +124,7 @@ def with_experts_beside(family: Family) -> Family:
     """
     paths = {f"mlp.experts.{name}": f"experts.{name}" for name in ("gate_up_proj", "down_proj")}
     experts = with_norms(inside(with_paths(MIXTURE, paths)), None, "pre_feedforward_layernorm_2").groups[2:]
-    return replace(
+    found = replace(
         family,
         experts="experts",
         experts_beside=(
@@ -144,5 +134,5 @@ def with_experts_beside(family: Family) -> Family:
             "post_feedforward_layernorm_2",
         ),
         groups=(*family.groups[:2], *experts, *family.groups[2:]),
-        kinds=tuple((kind, with_experts_beside(one)) for kind, one in family.kinds),
     )
+    return found.with_kinds(with_experts_beside)

@@ -1,7 +1,7 @@
 """What a declaration of a model family can say: where its weights lie, and how rotations act on them."""
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -233,14 +233,22 @@ class Family:
         """The linears of a decoder layer, in the order in which they are pruned."""
         return tuple(linear for group in self.groups for linear in group.linears)
 
+    def with_linears(self, change: Callable[[LinearSpec], LinearSpec]) -> "Family":
+        """The family with change(linear) in place of each linear of a layer."""
+        groups = (replace(group, linears=tuple(map(change, group.linears))) for group in self.groups)
+        return replace(self, groups=tuple(groups))
+
+    def with_kinds(self, change: Callable[["Family"], "Family"]) -> "Family":
+        """The family with change(declaration) in place of that of each other kind of its layers."""
+        return replace(self, kinds=tuple((kind, change(one)) for kind, one in self.kinds))
+
     def with_fused(self, module: str, parts: Collection[str]) -> "Family":
         """The family whose linears `parts` are slices of one module, in the order of their declaration."""
 
         def fused(linear: LinearSpec) -> LinearSpec:
             return replace(linear, path=module, part=linear.name) if linear.name in parts else linear
 
-        groups = (replace(group, linears=tuple(map(fused, group.linears))) for group in self.groups)
-        return replace(self, groups=tuple(groups))
+        return self.with_linears(fused)
 
     def without(self, widths: Collection[Width]) -> "Family":
         """The family without the linears that have one of `widths`."""

@@ -33,7 +33,7 @@ from drot.pipeline.rotation_files import read_given, with_given_r3
 from drot.pipeline.states import embed
 from drot.pipeline.training import train_layers, train_shared
 from drot.pipeline.weigh import weigh_tokens
-from drot.pruning import prune_weight
+from drot.pruning import prune_once, solve_weights
 
 #: the sparsities that are measured in addition to those of the recipe
 SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
@@ -214,7 +214,8 @@ def _output_errors(
                 if sparsity.structured and weight.shape[1] % sparsity.m:
                     continue
                 try:
-                    outcome = prune_weight(weight, hessian, pruning, pruning.solve, total=total)
+                    outcome = prune_once(weight, hessian, pruning, total=total)
+                    (outcome,) = solve_weights([outcome], [weight], hessian, [pruning], pruning.solve)
                 except UserError as error:
                     raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
                 total = outcome.energy

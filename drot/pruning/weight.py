@@ -15,23 +15,6 @@ from drot.pruning.sparsegpt import prune_sparsegpt
 from drot.pruning.wanda import prune_wanda
 
 
-def prune_weight(
-    target: Tensor,
-    hessian: InputHessian,
-    config: PruningConfig,
-    solver: str,
-    *,
-    total: Figure | None = None,
-) -> PruneOutcome:
-    """The pruned weight [out, in] whose outputs are near to those of `target` [out, in].
-
-    solver: `solve` of the recipe, with `auto` resolved.
-    total: tr(T H Tᵀ) of the target T; None computes it.
-    """
-    outcome = prune_once(target, hessian, config, total=total)
-    return solve_weights([outcome], [target], hessian, [config], solver)[0]
-
-
 def prune_once(
     target: Tensor,
     hessian: InputHessian | None,
@@ -43,6 +26,7 @@ def prune_once(
     """The weight [..., out, in] that the method makes of `target` [..., out, in], without a solver.
 
     hessian: None for magnitude, whose outcome then has no output error.
+    total: tr(T H Tᵀ) of the target T; None computes it.
     ranks: those that prune the other rows of the weight.
     """
     matrix = None if hessian is None else hessian.matrix

@@ -198,6 +198,7 @@ def test_the_list_of_commands_needs_none_of_them(capsys):
     assert "drot.cli.commands" in loaded
 
 
+@pytest.mark.slow
 def test_a_reader_of_stdout_that_has_ended_is_no_fault_of_drot():
     """As with `drot prune --help | head -1`."""
     for arguments in (["prune", "--help"], ["info", "--json"]):

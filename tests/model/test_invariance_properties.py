@@ -84,6 +84,7 @@ def test_a_random_rotation_changes_no_logits(dtype, mode, data, settings, seed):
     assert_same_logits(mode, data, settings | {"dtype": dtype}, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BARE)
 @given(
     data=st.data(),

@@ -74,6 +74,7 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
     assert 0 <= sum(sizes) - beside < 30_000 and before == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name, (text, _) in WHOLE.items() if is_available(text)])
 @pytest.mark.parametrize("mode", ["none", "layer"])
 def test_what_reads_images_counts_too(needs, tmp_path, model_type, mode):

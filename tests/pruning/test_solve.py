@@ -10,10 +10,11 @@ from drot.core.errors import UserError
 from drot.pruning import (
     PruneOutcome,
     prune_magnitude,
+    prune_once,
     prune_sparsegpt,
     prune_wanda,
-    prune_weight,
     solve_kept_weights,
+    solve_weights,
 )
 from drot.pruning.result import output_error
 from drot.pruning.shifted_inverse import ShiftedInverse
@@ -224,7 +225,8 @@ def test_sparsegpts_sweep_on_another_methods_mask(method, device):
     """Each row's error is between that of the method and the minimum on the same mask."""
     weight, hessian = problem(16, 48, device)
     start = outcomes(weight, hessian, "2:4")[method]
-    swept = prune_weight(weight, InputHessian(hessian, DAMPING), PruningConfig(method=method), "sparsegpt")
+    given, config = InputHessian(hessian, DAMPING), PruningConfig(method=method)
+    (swept,) = solve_weights([prune_once(weight, given, config)], [weight], given, [config], "sparsegpt")
     assert torch.equal(swept.removed, start.removed)
     least = errors(exact(weight, hessian, start.removed), weight, hessian)
     assert bool((errors(swept.weight, weight, hessian) >= least * (1 - 1e-9)).all())

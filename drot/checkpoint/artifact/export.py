@@ -16,7 +16,7 @@ from drot.checkpoint.artifact.apply import write_checkpoint
 from drot.checkpoint.artifact.coding import encode
 from drot.checkpoint.artifact.container import FORMAT_VERSION, INDEX, Reader, Writer
 from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
-from drot.checkpoint.artifact.rotations import rotations_in, spooled
+from drot.checkpoint.artifact.rotations import rotations_in
 from drot.checkpoint.artifact.tensors import (
     DTYPES,
     at_positions,
@@ -49,10 +49,11 @@ from drot.core.hashes import parts_digest
 from drot.core.lock import locked
 from drot.core.reading import check_regular
 from drot.machine.environment import versions
+from drot.machine.spool import Spool
 from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.boundary import ROTATION_MODULE
 from drot.model.decoder import DecoderModel
-from drot.model.rotation import Bases, LayerRotation, RotationsOfLayers
+from drot.model.rotation import Bases, LayerRotation
 
 logger = logging.getLogger("drot")
 
@@ -128,14 +129,8 @@ def export_artifact(
     }
     # the hashes are compared before `part` gets the name `out`
     with locked(out), new_file(out) as part:
-        with (
-            tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as temporary,
-            verified_while_loading(folder),
-            Writer(part) as writer,
-        ):
-            spool = Path(temporary) / out.name  # the name by which `remove_leftovers` knows it
-            spool.mkdir()
-            given = _rotations_of(manifest, rotations, source, stored, bases, spool)
+        with verified_while_loading(folder), Writer(part) as writer:
+            given = _rotations_of(manifest, rotations, source, stored, bases, Spool(out.parent))
             for file, path in files.items():
                 if file in headers:
                     writer.add(f"headers/{file}", headers[file])
@@ -191,9 +186,9 @@ def _rotations_of(
     source: DecoderModel,
     stored: dict[str, tuple[Path, str]],
     bases: Bases,
-    spool: Path,
-) -> RotationsOfLayers | None:
-    """The rounded rotations of the checkpoint, in files in `spool`; None if it is not rotated."""
+    spool: Spool,
+) -> dict[int, LayerRotation] | None:
+    """Layer → the rounded rotation of the checkpoint, fp32; None if it is not rotated."""
     if manifest.recipe.rotation.mode == "none":
         if file is not None:
             raise UserError("this checkpoint is not rotated: leave out `rotations`")
@@ -211,7 +206,11 @@ def _rotations_of(
             down_widths=[layer.down_inputs() for layer in source.layers],
         )
         found = opened.values()
-    return spooled((rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found), spool)
+
+    def rounded(matrix: Tensor) -> Tensor:
+        return spool.empty(matrix.shape, torch.float32).copy_(round_bits(matrix, bits))
+
+    return {index: rotation.map(rounded) for index, rotation in enumerate(found)}
 
 
 def round_bits(matrix: Tensor, bits: int) -> Tensor:

@@ -4,19 +4,16 @@ They are not exact: the checkpoint holds them rounded to its dtype, and R2 in pr
 artifact lists by how much each weight differs from its prediction, so other rotations change its size alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from drot.checkpoint.shards import save_shard
 from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.boundary import ROTATION_MODULE
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
-from drot.model.rotation import Bases, LayerRotation, RotationsOfLayers, reorthogonalize
+from drot.model.rotation import Bases, LayerRotation, reorthogonalize
 
 #: times that R2 is fitted to the kept weights; the removed weights are those of the fit before
 FITS = 10
@@ -56,19 +53,6 @@ def rotations_in(
         yield LayerRotation(r1, r2, None if blocks is None else reorthogonalize(blocks))
         if step is not None and place == "residual":
             r1 = reorthogonalize(r1 @ step)
-
-
-def spooled(rotations: Iterable[LayerRotation], folder: Path) -> RotationsOfLayers:
-    """The rotations, in fp32, of which two lie in memory, and all in files of the existing `folder`."""
-
-    def load(index: int) -> LayerRotation:
-        return LayerRotation.from_tensors(load_file(folder / f"{index}.safetensors"), "")
-
-    found = RotationsOfLayers(load)
-    for index, rotation in enumerate(rotations):
-        save_shard(rotation.tensors("", torch.float32), folder / f"{index}.safetensors")
-        found.keep(index, rotation)
-    return found
 
 
 def _r2(dense: DecoderLayer, r1: Tensor, read: Callable[[str], Tensor], prefix: str) -> Tensor:
