@@ -15,7 +15,7 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.machine.transfer import on_device
 from drot.model.decoder import DecoderModel
 from drot.model.layer import Weights
-from drot.model.sizes import positions_of
+from drot.model.sizes import check_seqlen
 from drot.sparse.fused import fused_layer
 from drot.sparse.linear import is_packed
 
@@ -50,9 +50,7 @@ def check_windows(tokens: Tensor, config: Any, seqlen: int) -> None:
         raise UserError(
             f"`seqlen` must be at least 2, since the first token of a window is not predicted; got {seqlen}"
         )
-    longest = positions_of(config)
-    if longest and seqlen > longest:
-        raise UserError(f"`seqlen` must be at most {longest}, the positions of this model; got {seqlen}")
+    check_seqlen(seqlen, config)
     if len(tokens) < seqlen:
         raise UserError(f"the text has {len(tokens)} tokens, but one window needs {seqlen}: lower `seqlen`")
     if int(tokens.max()) >= config.vocab_size:

@@ -9,6 +9,7 @@ import torch
 from transformers import CompileConfig
 
 from drot.core.errors import UserError, quoted
+from drot.model.sizes import positions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +47,7 @@ def compile_step(model: "PreTrainedModel", *, cuda_graph: bool = False) -> None:
     Raises UserError with the compiler's reason if the step cannot be compiled.
     """
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = positions_of(model.config)
     length: dict[str, Any] = dict(min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0)
     generate: Any = model.generate
     try:

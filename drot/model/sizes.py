@@ -280,4 +280,11 @@ def check_down_block(size: int, *widths: int) -> None:
 
 def positions_of(config: Any) -> int | None:
     """The most tokens that a model of `config` reads in one sequence; None if the config names no limit."""
-    return getattr(config, "max_position_embeddings", None)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_seqlen(seqlen: int, config: Any) -> None:
+    """Raises UserError for sequences that are longer than a model of `config` reads."""
+    positions = positions_of(config)
+    if positions and seqlen > positions:
+        raise UserError(f"`seqlen` must be at most {positions}, the positions of this model; got {seqlen}")

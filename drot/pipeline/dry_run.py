@@ -23,6 +23,7 @@ from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu, pi
 from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
 from drot.model.decoder import DecoderModel
+from drot.model.sizes import check_seqlen
 from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.memory import device_memory, distillation_memory, main_memory, state_bytes, training_memory
@@ -30,7 +31,6 @@ from drot.pipeline.prepare import parsed_dtype, plan
 from drot.pipeline.rotation_files import with_given_r3
 from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.states import place_of_states
-from drot.pipeline.validation import check_seqlen
 from drot.pipeline.work import run_work
 from drot.text.names import OWN, are_files, check_sources
 from drot.text.source import load_calibration, tokens_of

@@ -23,7 +23,7 @@ from drot.core.files import check_writable, new_file, writing
 from drot.core.hashes import json_digest
 from drot.machine.devices import computing_dtype, free_memory, is_gpu, parse_dtype, total_memory
 from drot.machine.memory import available_memory, return_free_memory
-from drot.model.sizes import head_shape, positions_of
+from drot.model.sizes import check_seqlen, head_shape, positions_of
 from drot.pipeline.sizes import without_weights
 from drot.text.names import OWN
 from drot.text.source import tokens_of
@@ -89,9 +89,7 @@ def sample(
     tokenizer = load_tokenizer(model)
     progress(ProgressEvent(phase="load"))
     loaded = load(model, device=device, dtype=dtype)
-    longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and seqlen > longest:
-        raise UserError(f"`seqlen` must be at most {longest}, what the model reads; got {seqlen}: lower it")
+    check_seqlen(seqlen, loaded.config)
     return _write(loaded, tokenizer, out, -(-tokens // seqlen), seqlen, seed, progress)
 
 

@@ -18,9 +18,10 @@ from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress
 from drot.machine.ranks import Ranks
+from drot.model.sizes import check_seqlen
 from drot.pipeline.batches import held_out_sequences, repeats
 from drot.pipeline.own_text import write_own_text
-from drot.pipeline.validation import check_each_has_a_sequence, check_seqlen, check_tokens
+from drot.pipeline.validation import check_each_has_a_sequence, check_tokens
 from drot.text.further import load_further
 from drot.text.names import check_sources
 from drot.text.source import as_token_ids, load_calibration

@@ -14,7 +14,7 @@ from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import down_widths, family_of, linear_names, linear_shapes
-from drot.model.sizes import check_down_block, experts_of, positions_of
+from drot.model.sizes import check_down_block, check_seqlen, experts_of
 from drot.sparse.packed import dense_linears
 
 #: width of a linear's inputs → what it is in a model's config
@@ -179,10 +179,3 @@ def check_tokens(tokens: Tensor, config: Any) -> None:
             f"got {int(tokens.min())} to {int(tokens.max())}: use the model's tokenizer"
         )
     check_seqlen(tokens.shape[1], config)
-
-
-def check_seqlen(seqlen: int, config: Any) -> None:
-    """Raises UserError for sequences that are longer than a model of `config` reads."""
-    positions = positions_of(config)
-    if positions and seqlen > positions:
-        raise UserError(f"`seqlen` must be at most {positions}, the positions of this model; got {seqlen}")

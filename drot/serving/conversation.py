@@ -8,6 +8,7 @@ from transformers import TextStreamer
 from drot.core.errors import UserError
 from drot.machine.devices import is_gpu
 from drot.model.compiled import compiled_settings
+from drot.model.sizes import positions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +58,7 @@ class Conversation:
             self.settings["temperature"] = temperature
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = [*self._system]
-        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context = positions_of(model.config)
 
     def start_again(self) -> None:
         """Forgets all messages but the system message."""

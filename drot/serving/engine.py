@@ -24,6 +24,7 @@ from transformers.cli.serving.utils import (
 from drot.core.errors import UserError, quoted
 from drot.machine.devices import is_gpu
 from drot.model.compiled import compiled_settings
+from drot.model.sizes import positions_of
 from drot.serving.sampling import Sampling, beyond_a_batch, sampling_of
 from drot.serving.stops import AtStop, QueueBeforeStop, before_stop
 
@@ -274,7 +275,7 @@ class Engine(BaseGenerateManager):
         """
         if not sequential:
             take_turns(model)  # `Alone` has one thread, and a compiled step cannot wait
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        context = positions_of(model.config)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
         self.closing = asyncio.Event()
