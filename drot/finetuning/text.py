@@ -9,7 +9,7 @@ from torch import Tensor
 from drot.config import CalibrationConfig, FinetuneConfig, default_seqlen
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
-from drot.text.mixture import counts_of, texts_of
+from drot.text.mixture import sequences_of
 from drot.text.source import as_token_ids, draw_sequences, large_text, read_text, spread, tokenize
 
 logger = logging.getLogger("drot")
@@ -45,12 +45,10 @@ def split_text(
             )
         return rows[:-held_out], rows[-held_out:]
     text = replace(text, seqlen=text.seqlen or default_seqlen(positions))
-    sources, shares = zip(*texts_of(text.source), strict=True)
-    counts = counts_of(list(shares), text.nsamples)
-    reserved = counts_of(list(shares), held_out, "held_out")
+    reserved = sequences_of(text.source, held_out, "held_out")
     parts = [
-        _split(replace(text, source=source, nsamples=count), last, tokenizer, progress)
-        for source, count, last in zip(sources, counts, reserved, strict=True)
+        _split(replace(text, source=source, nsamples=count), reserved[source], tokenizer, progress)
+        for source, count in sequences_of(text.source, text.nsamples).items()
     ]
     training, kept = zip(*parts, strict=True)
     return spread(list(training)), spread(list(kept))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drot.config import CalibrationConfig
 from drot.core.events import Progress, silent
-from drot.text.mixture import counts_of, texts_of
+from drot.text.mixture import sequences_of
 from drot.text.source import load_calibration, spread
 
 #: what is added to the seed of the calibration, modulo 2⁶⁴
@@ -35,15 +35,14 @@ def load_further(
 
     settings: of the calibration. calibration: its token ids [m, seqlen]. own: as in `load_calibration`.
     """
-    sources, shares = zip(*texts_of(settings.source), strict=True)
     known = {piece for row in _pieces(calibration, 1) for piece in row}
     # what the calibration asked for: a text that gave it fewer sequences was read to its end
-    behind = counts_of(list(shares), settings.nsamples)
-    counts = counts_of(list(shares), nsamples, "distill_nsamples")
+    behind = sequences_of(settings.source, settings.nsamples)
+    counts = sequences_of(settings.source, nsamples, "distill_nsamples")
     parts, seed = [], (settings.seed + SEED) % 2**64
-    for source, count, before in zip(sources, counts, behind, strict=True):
+    for source, count in counts.items():
         text = dataclasses.replace(settings, source=source, nsamples=DRAWN * count, seed=seed)
-        drawn = load_calibration(text, tokenizer, progress, own=own, behind=before)
+        drawn = load_calibration(text, tokenizer, progress, own=own, behind=behind[source])
         found: list[Tensor] = []
         for sequence, pieces, all_pieces in zip(drawn, _pieces(drawn, PIECE), _pieces(drawn, 1), strict=True):
             if len(found) < count and sum(piece in known for piece in pieces) <= FOUND_SHARE * len(pieces):

@@ -47,6 +47,12 @@ def texts_of(source: str) -> list[tuple[str, float]]:
     return list(found.items())
 
 
+def sequences_of(source: str, nsamples: int, field: str = "nsamples") -> dict[str, int]:
+    """Text → its sequences of the `nsamples` of a calibration source. Raises UserError as `counts_of`."""
+    texts, shares = zip(*texts_of(source), strict=True)
+    return dict(zip(texts, counts_of(list(shares), nsamples, field), strict=True))
+
+
 def counts_of(shares: list[float], nsamples: int, field: str = "nsamples") -> list[int]:
     """The sequences of each text: `nsamples` by the shares, rounded to the largest remainders.
 

@@ -16,7 +16,7 @@ from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
 from drot.text.files import LARGE, LargeText, file_rows
-from drot.text.mixture import counts_of, texts_of
+from drot.text.mixture import sequences_of
 from drot.text.names import ARGUMENT, OWN, hub_arguments, local_file
 from drot.text.rows import SEPARATOR, SURROGATE, texts
 
@@ -51,10 +51,8 @@ def load_calibration(
     behind: how many sequences of each text were asked for before. As much more of the text is then read, and
         a text that is too short gives fewer sequences without a warning or an error.
     """
-    sources, shares = zip(*texts_of(settings.source), strict=True)
-    counts = counts_of(list(shares), settings.nsamples)
     parts = []
-    for source, count in zip(sources, counts, strict=True):
+    for source, count in sequences_of(settings.source, settings.nsamples).items():
         of_text = dataclasses.replace(settings, source=source, nsamples=count)
         if source == OWN and own is not None:
             parts.append(_of_own_text(own, of_text, tokenizer, progress, behind))
@@ -65,11 +63,10 @@ def load_calibration(
 
 def tokens_of(source: str, settings: CalibrationConfig, nsamples: int) -> int:
     """The tokens that one of the texts of `settings` has in `nsamples` sequences; 0 of another text."""
-    names, shares = zip(*texts_of(settings.source), strict=True)
-    if source not in names or not nsamples:
+    if not nsamples:
         return 0
     assert settings.seqlen is not None
-    return counts_of(list(shares), nsamples)[names.index(source)] * settings.seqlen
+    return sequences_of(settings.source, nsamples).get(source, 0) * settings.seqlen
 
 
 def spread(parts: list[Tensor]) -> Tensor:
