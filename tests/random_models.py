@@ -456,7 +456,7 @@ def settings_of_models(
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5
-    if family == "gemma4_text":  # a layer of each type must come before those that borrow keys
+    if chosen.get("hidden_size_per_layer_input"):  # a layer of each type comes before those that borrow keys
         types = [*chosen["layer_types"][:-1], "full_attention"]
         possible = [n for n in range(layers) if {*types} == {*types[: layers - n]}]
         chosen |= dict(layer_types=types, num_kv_shared_layers=draw(st.sampled_from(possible)))

@@ -22,7 +22,10 @@ class Lent:
         self._states: ChainMap[str, tuple[Tensor, ...]] = ChainMap()
 
     def child(self, nsamples: int, empty: Empty | None) -> "Lent":
-        """For a stream of the first `nsamples` sequences, which reads the same until it writes its own."""
+        """For a stream of the first `nsamples` sequences, which reads the same until it writes its own.
+
+        empty: makes its own.
+        """
         found = Lent(nsamples, self._device, empty)
         found._states = self._states.new_child()
         return found
@@ -37,16 +40,27 @@ class Lent:
     def holds(self, kind: str) -> bool:
         return kind in self._states
 
+    def add(self, kind: str, sequences: slice | Tensor, values: Sequence[Tensor]) -> None:
+        """Adds values to those that were added before."""
+        for states, one in zip(self._own(kind, values), values, strict=True):
+            states[sequences] += one.to(states.device)
+
     def read(self, kind: str, sequences: slice | Tensor) -> tuple[Tensor, ...]:
         """A copy on the device where the layers compute."""
         return tuple(gathered(states, sequences, self._device) for states in self._states[kind])
 
     def write(self, kind: str, sequences: slice | Tensor, values: Sequence[Tensor]) -> None:
+        for states, one in zip(self._own(kind, values), values, strict=True):
+            states[sequences] = one.detach().to(states.device)
+
+    def _own(self, kind: str, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors of this stream, which are 0 at first."""
         own = self._states.maps[0]
         if kind not in own:
-            own[kind] = tuple(self._empty((self._nsamples, *one.shape[1:]), one.dtype) for one in values)
-        for states, one in zip(own[kind], values, strict=True):
-            states[sequences] = one.detach().to(states.device)
+            own[kind] = tuple(
+                self._empty((self._nsamples, *one.shape[1:]), one.dtype).zero_() for one in like
+            )
+        return own[kind]
 
 
 class LentOfSequences:
@@ -60,6 +74,9 @@ class LentOfSequences:
 
     def __getitem__(self, kind: str) -> tuple[Tensor, ...]:
         return self._lent.read(kind, self._sequences)
+
+    def add(self, kind: str, values: Sequence[Tensor]) -> None:
+        self._lent.add(kind, self._sequences, values)
 
     def __setitem__(self, kind: str, values: Sequence[Tensor]) -> None:
         self._lent.write(kind, self._sequences, values)

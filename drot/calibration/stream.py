@@ -91,26 +91,23 @@ class CalibrationStream:
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a view of the first `nsamples` sequences of all ranks."""
         own = len(self.ranks.sequences(nsamples))
-        return self._with(self.hidden_states[:own])
+        return self._with(self.hidden_states[:own], self.empty)
 
     def copy(self, empty: Empty | None = None) -> "CalibrationStream":
         """A stream with a copy of the hidden states, in the same place or in that of `empty`."""
         states, empty = self.hidden_states, empty or self.empty
-        copy = self._with(
-            states.clone() if empty is None else empty(states.shape, states.dtype).copy_(states)
+        return self._with(
+            states.clone() if empty is None else empty(states.shape, states.dtype).copy_(states), empty
         )
-        copy.empty = empty
-        return copy
 
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""
-        hidden_states = empty_on_host(self.hidden_states.shape, self.hidden_states.dtype, self.device)
-        return self._with(hidden_states.copy_(self.hidden_states))
+        return self.copy(partial(empty_on_host, device=self.device))
 
-    def _with(self, hidden_states: Tensor) -> "CalibrationStream":
-        lent = None if self.lent is None else self.lent.child(len(hidden_states), self.empty)
+    def _with(self, hidden_states: Tensor, empty: Empty | None) -> "CalibrationStream":
+        lent = None if self.lent is None else self.lent.child(len(hidden_states), empty)
         return CalibrationStream(
-            hidden_states, self.layer_kwargs, self.device, self.empty, self.ranks, self.weights, lent
+            hidden_states, self.layer_kwargs, self.device, empty, self.ranks, self.weights, lent
         )
 
     def arguments(

@@ -128,10 +128,8 @@ def layer_gradients(
         found, *others = torch.autograd.grad(ends, starts, given)
     if lent is not None and of_lent is not None:
         for kind, pair in lent.read.items():
-            added, others = others[: len(pair)], others[len(pair) :]
-            if kind in of_lent:
-                added = [one + other for one, other in zip(added, of_lent[kind], strict=True)]
-            of_lent[kind] = added
+            of_lent.add(kind, others[: len(pair)])
+            others = others[len(pair) :]
     means = {key: total.view(shape) for key, total in squares.items()}
     for group in layer.groups:  # of the linears of a group that no output depends on, and of experts
         key = key_of(layer, group)

@@ -128,7 +128,7 @@ def load_model(
     model, report = loaded
     refuse_missing(path, model, report["missing_keys"])
     unexpected = set(report["unexpected_keys"])
-    refuse_superfluous(path, unexpected - prediction_layers(config, unexpected))
+    refuse_superfluous(path, model, unexpected - prediction_layers(config, unexpected))
     drop_prediction_layers(model.config)
     for name, tensor in model.state_dict().items():
         refuse_not_finite(path, name, tensor)

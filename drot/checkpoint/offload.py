@@ -197,7 +197,7 @@ def open_skeleton(
             if (held := drot_config_of(config)) is not None:
                 expect_stored(model, held)
                 check_headers(model, headers, STORED_DTYPES)
-                refuse_superfluous(path, headers.keys() - stored_state(model).keys())
+                refuse_superfluous(path, model, headers.keys() - stored_state(model).keys())
             model.config.name_or_path = str(folder)
             model.config.dtype = chosen  # transformers 5.4 leaves the dtype of the file there
             drop_prediction_layers(model.config)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,7 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             follow_files(empty, headers)
             check_headers(empty, headers)
-            refuse_superfluous(path, headers.keys() - stored_state(empty).keys())
+            refuse_superfluous(path, empty, headers.keys() - stored_state(empty).keys())
     return headers
 
 
@@ -146,10 +147,16 @@ def drop_prediction_layers(config: Any) -> None:
             setattr(config, entry, 0)
 
 
-def refuse_superfluous(path: str | Path, names: Any) -> None:
-    """Raises UserError if one of `names`, of tensors that a model does not have, is of a decoder layer."""
+def refuse_superfluous(path: str | Path, model: Any, names: Iterable[str]) -> None:
+    """Raises UserError if one of `names`, of tensors that `model` does not have, is of a decoder layer.
+
+    Some models name tensors that their published files hold and they do not read: Gemma 4 E2B those of the
+    keys and values that its last layers borrow.
+    """
     # old checkpoints hold RoPE's frequencies, inv_freq, which transformers computes
-    if unused := sorted(name for name in names if ".layers." in name and not name.endswith(".inv_freq")):
+    unread = [r"\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
+    of_layers = (name for name in names if ".layers." in name)
+    if unused := sorted(name for name in of_layers if not any(re.search(one, name) for one in unread)):
         raise UserError(
             f"{path} holds {counted(len(unused), 'tensor')} that a model of its config.json does not have, "
             f"the first is {unused[0]}: config.json was edited or is of another model; copy it again"

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 #: Tokens of the smallest cache. A step attends to the whole cache, so it grows with the conversation, and
 #: each size is compiled once.
 SMALLEST_CACHE = 512
+#: Tokens that are generated to compile a step. torch compiles a function at most eight times: a model that it
+#: would compile at each step, as with a cache of a sliding window, is refused before it answers.
+STEPS = 12
 
 
 def cache_length(tokens: int, context: int | None) -> int:
@@ -48,14 +51,14 @@ def compile_step(model: "PreTrainedModel", *, cuda_graph: bool = False) -> None:
     """
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     context = positions_of(model.config)
-    length: dict[str, Any] = dict(min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    length: dict[str, Any] = dict(min_new_tokens=STEPS, max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
     generate: Any = model.generate
     try:
         generate(
             ids,
             attention_mask=torch.ones_like(ids),
             **length,
-            **compiled_settings(4, context, cuda_graph=cuda_graph),
+            **compiled_settings(STEPS + 1, context, cuda_graph=cuda_graph),
         )
     except Exception as error:
         raise UserError(

@@ -28,7 +28,7 @@ from drot.model.dense import (
 )
 from drot.model.family import Family, LinearSpec
 from drot.model.mixtures import MIXTURES
-from drot.model.sizes import Width, absent_widths, experts_of, layer_kind, widths_of
+from drot.model.sizes import Width, absent_widths, check_lending, experts_of, layer_kind, widths_of
 
 #: `model_type` of a config.json → family
 FAMILIES = {
@@ -160,6 +160,7 @@ def family_of(config: Any) -> Family:
             raise UserError(
                 f"a model of type {model_type!r} must have {name}={value} in its config, got {got}"
             )
+    check_lending(config)
     return _fitted(family, experts_of(config), absent_widths(config))
 
 

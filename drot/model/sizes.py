@@ -127,6 +127,24 @@ def shares_keys(config: Any) -> bool:
     return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
+def check_lending(config: Any) -> None:
+    """Raises UserError for layers that borrow keys and values which no layer lends, or without embeddings."""
+    if not shares_keys(config):
+        return
+    count, layers, types = config.num_kv_shared_layers, config.num_hidden_layers, config.layer_types
+    lent = set(types[: max(0, layers - count)])
+    if not 0 < count < layers or not lent.issuperset(types):
+        raise UserError(
+            f"`num_kv_shared_layers` of a model with {layers} layers must leave one of each of its "
+            f"`layer_types` that lends its keys and values to the last layers; got {count}"
+        )
+    if not getattr(config, "hidden_size_per_layer_input", None):  # transformers fails in the forward pass
+        raise UserError(
+            f"a model whose layers share keys and values must have `hidden_size_per_layer_input`; got "
+            f"{config.hidden_size_per_layer_input} with `num_kv_shared_layers` {count}"
+        )
+
+
 def lends_keys(config: Any, index: int) -> bool:
     """Whether later layers may read the keys and values of decoder layer `index`, the last of its type."""
     if not shares_keys(config):

@@ -160,7 +160,8 @@ def distillation_memory(
     share = {linear.name: sizes.share(group) for group in sizes.groups for linear in group.linears}
     sides = [sum(round(share[name] * sum(sizes.shapes[name])) for name in names) for names in sizes.names]
     of_layers = sum(sides) if keeps else max(sides)
-    activations = tokens * ((len(sizes.names) + 1) * sizes.hidden + 2 * of_layers) * dtype.itemsize
+    inputs_of_layers = (len(sizes.names) + 1) * sizes.hidden + sizes.embedded + sizes.lent
+    activations = tokens * (inputs_of_layers + 2 * of_layers) * dtype.itemsize
     logits = 6 * 4 * LOGIT_TOKENS * (sizes.head // sizes.hidden)
     weights = (sizes.weights - sizes.outside + sizes.head) * dtype.itemsize
     trained, inputs = training_bytes(sizes, recipe, dtype, sizes.names), further_bytes(sizes, recipe, dtype)

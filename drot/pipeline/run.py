@@ -133,8 +133,9 @@ class PruningRun:
             self.dense_states_on_device = False
             return stream.copy()
         needed = run.device_memory + further_bytes(run.sizes, run.recipe, run.dtype)
-        # the copy, and what its passes and those of the stream keep
-        needed += stream.hidden_states.nbytes + 2 * pass_bytes(run.sizes, run.dtype)
+        # the copy, what the layers lend in both, and what the passes of both keep
+        numbers = run.sizes.hidden + 2 * run.sizes.lent
+        needed += run.sizes.tokens * numbers * run.dtype.itemsize + 2 * pass_bytes(run.sizes, run.dtype)
         self.dense_states_on_device = needed <= free_memory(run.device)
         return stream.copy() if self.dense_states_on_device else stream.offloaded_copy()
 

@@ -32,8 +32,8 @@ class Sizes:
     in_fp32: dtype of a checkpoint → numbers that it holds in fp32 nevertheless.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     routed: the share of the tokens that an expert reads, on average.
-    beside: numbers of a token beside its hidden state: embeddings that layers have of their own, and the keys
-        and values that layers lend.
+    embedded, lent: numbers of a token beside its hidden state: in the embeddings that layers have of their
+        own, and in the keys and values that layers lend.
     """
 
     groups: Sequence[InputGroup]
@@ -50,7 +50,8 @@ class Sizes:
     seqlen: int
     in_fp32: Mapping[torch.dtype, int]
     routed: float = 1.0
-    beside: int = 0
+    embedded: int = 0
+    lent: int = 0
 
     def share(self, group: InputGroup) -> float:
         """The share of the tokens that a group reads."""
@@ -62,8 +63,8 @@ class Sizes:
 
     @property
     def state(self) -> int:
-        """The numbers of a token in the hidden states of the calibration, with those beside."""
-        return self.hidden + self.beside
+        """The numbers of a token in a stream of the calibration."""
+        return self.hidden + self.embedded + self.lent
 
     @property
     def hidden(self) -> int:
@@ -148,8 +149,8 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         nsamples=nsamples,
         seqlen=seqlen,
         routed=routed_share(model.config),
-        beside=len(model.layers) * model.widths["embedded"]
-        + sum(
+        embedded=len(model.layers) * model.widths["embedded"],
+        lent=sum(
             2 * layer.heads.kv_heads * layer.heads.head_dim
             for layer in model.layers
             if lends_keys(model.config, layer.index)

@@ -124,7 +124,8 @@ def _keeper(
     if is_gpu(device):
         aside = CalibrationStream.offloaded_copy
         if stream.on_device:
-            on_gpu = int(free_memory(device) - run.device_memory) // size
+            lent = 2 * size * run.sizes.lent // run.sizes.hidden  # and its gradient
+            on_gpu = int(free_memory(device) - run.device_memory - lent) // size
     in_memory = pinned_bytes(size) if is_gpu(device) else size
     room = int(KEPT_SHARE * available_memory() / run.ranks.of_machine.size) // in_memory
     if on_gpu >= count:

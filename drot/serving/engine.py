@@ -24,7 +24,7 @@ from transformers.cli.serving.utils import (
 from drot.core.errors import UserError, quoted
 from drot.machine.devices import is_gpu
 from drot.model.compiled import compiled_settings
-from drot.model.sizes import positions_of
+from drot.model.sizes import head_shape, positions_of
 from drot.serving.sampling import Sampling, beyond_a_batch, sampling_of
 from drot.serving.stops import AtStop, QueueBeforeStop, before_stop
 
@@ -222,9 +222,12 @@ def not_batched(model: "PreTrainedModel") -> str | None:
     """Why the model would answer otherwise in a batch; None if it would not.
 
     The batch has an attention of its own in place of an eager one, without the cap of its scores, and one
-    choice of the long or the short factors of RoPE for all requests of a step.
+    choice of the long or the short factors of RoPE for all requests of a step. Its cache has heads of one
+    size.
     """
     config = model.config.get_text_config()
+    if len({head_shape(config, index).head_dim for index in range(config.num_hidden_layers)}) > 1:
+        return "its layers have heads of different sizes"
     if config._attn_implementation == "eager":
         return "torch has no kernel for its attention"
     rope = getattr(config, "rope_parameters", None) or {}

@@ -85,6 +85,7 @@ CASES = {
     "qwen3": dict(family="qwen3", pruning=WANDA),
     "phi3": dict(family="phi3", pruning=WANDA),
     "lfm3": dict(family="lfm3", pruning=WANDA),
+    "gemma4": dict(family="gemma4_text-lends", pruning=WANDA),
     "nemotron_h": dict(family="nemotron_h-dense", pruning=WANDA),
     "float16": dict(dtype=torch.float16, pruning=WANDA),
     "float32": dict(dtype=torch.float32),

@@ -11,14 +11,26 @@ from runs import (
     prune,
     recipe,
     saved_bytes,
+    saved_tensors,
 )
-from small_models import random_tokens, relative_error, save_small_model, small_model
+from safetensors.torch import load_file, save_file
+from small_models import (
+    random_rotations,
+    random_tokens,
+    relative_error,
+    rotate_model,
+    save_small_model,
+    small_model,
+)
+from small_whole import save_small_whole
 from transformers import AutoModelForCausalLM
 
 import drot
 from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.stream import CalibrationStream
+from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
+from drot.model.families import family_of
 from drot.pipeline import distill
 
 pytestmark = pytest.mark.slow
@@ -44,11 +56,58 @@ def test_a_run_keeps_the_function_and_prunes(fields, format, tmp_path):
         assert_patterns(opened, chosen.pruning)
 
 
-def test_nothing_removed_leaves_the_logits():
-    model, tokens = small_model(FAMILY), random_tokens(2, 30, seed=5)
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(attention_k_eq_v=True, layer_types=[FULL, SLIDING, FULL, SLIDING, FULL]),
+        dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16),
+    ],
+)
+def test_random_rotations_leave_the_logits(changes):
+    """Also where lent keys are lent values too, and with experts beside the MLP."""
+    changes |= dict(num_hidden_layers=len(changes.get("layer_types", "123")))
+    model, tokens = small_model(FAMILY, **changes), random_tokens(2, 30, seed=5)
     logits = model(tokens).logits
-    prune(model, one_shot(sparsity=0.0, down_rotation="auto"))
+    rotate_model(model, random_rotations(model, down_block=16))
     assert relative_error(model(tokens).logits, logits) < 1e-5
+
+
+@pytest.mark.parametrize("count", [-1, 3, 4])
+def test_layers_that_borrow_what_none_lends_are_refused(count):
+    config = small_model(FAMILY).config
+    config.num_kv_shared_layers = count
+    with pytest.raises(UserError, match=f"must leave one of each of its `layer_types` .* got {count}"):
+        family_of(config)
+    config.num_kv_shared_layers, config.hidden_size_per_layer_input = 1, 0
+    with pytest.raises(UserError, match="must have `hidden_size_per_layer_input`; got 0"):
+        family_of(config)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_files_may_hold_what_the_last_layers_do_not_read(whole, tmp_path):
+    """As the published files: keys and values of their own of the layers that borrow them."""
+    folder = tmp_path / "source"
+    if whole:
+        save_small_whole(folder, "gemma4-lends")
+    else:
+        save_small_model(small_model(FAMILY), folder)
+    logits = drot.load(folder, device="cpu")(TOKENS).logits
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    unread = {
+        name.replace("layers.1.", "layers.2."): tensor.clone()
+        for name, tensor in tensors.items()
+        if "layers.1.self_attn.k_" in name or "layers.1.self_attn.v_proj" in name
+    }
+    assert len(unread) == 3 and not unread.keys() & tensors.keys()
+    save_file(tensors | unread, file, {"format": "pt"})
+    assert torch.equal(drot.load(folder, device="cpu")(TOKENS).logits, logits)
+    prune(folder, one_shot(), out=tmp_path / "out", format="packed")
+    assert not unread.keys() & saved_tensors(tmp_path / "out").keys()
+    assert drot.load(tmp_path / "out", device="cpu")(TOKENS).logits.isfinite().all()
 
 
 @torch.no_grad()
@@ -80,12 +139,12 @@ def test_streams_do_not_share_what_their_layers_lend():
     stream.advance(model.layers[0])
     copy = stream.copy()
     stream.advance(model.layers[1])
-    keys = stream.lent.read("full_attention", slice(None))[0].clone()
+    keys = stream.lent.read(FULL, slice(None))[0].clone()
     model.layers[1].linears["k_proj"].weight.mul_(-1)
     copy.advance(model.layers[1])
-    assert torch.equal(stream.lent.read("full_attention", slice(None))[0], keys)
-    assert not torch.equal(copy.lent.read("full_attention", slice(None))[0], keys)
-    assert torch.equal(*(one.lent.read("sliding_attention", slice(3))[1] for one in (copy, stream)))
+    assert torch.equal(stream.lent.read(FULL, slice(None))[0], keys)
+    assert not torch.equal(copy.lent.read(FULL, slice(None))[0], keys)
+    assert torch.equal(*(one.lent.read(SLIDING, slice(3))[1] for one in (copy, stream)))
 
 
 @pytest.mark.parametrize("at", [("prune", 2), ("distill",)], ids=str)

@@ -6,7 +6,7 @@ from runs import TOKENS, interrupted, prune, recipe, saved_bytes
 from small_models import save_small_model, small_model
 
 import drot
-from drot.calibration.stream import CalibrationStream
+from drot.calibration.stream import TOKENS_PER_BATCH, CalibrationStream
 from drot.calibration.token_weights import TokenWeights, key_of
 from drot.config import Recipe, resolve
 from drot.core.errors import UserError
@@ -64,6 +64,16 @@ def expected(run):
 def test_the_weights_are_those_of_one_backward_pass(family, room, monkeypatch):
     """Also where the inputs of some layers are kept, and the others are computed again."""
     check_weights(context_of(family), room, monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4_text-lends"])
+def test_the_weights_in_several_batches(family, monkeypatch):
+    monkeypatch.setitem(TOKENS_PER_BATCH, "cpu", 3 * TOKENS.shape[1])
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        check_weights(context_of(family), 9, monkeypatch)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "opt", "gemma4_text-lends"])

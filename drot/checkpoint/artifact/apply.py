@@ -101,7 +101,7 @@ def _write(reader: Reader, source: DecoderModel, folder: Path, progress: Progres
         stored |= {tensor: (file, *place) for tensor, place in tensors.items()}
     rotations = None
     if index.rotated:
-        rotations = reader.rotations(source.widths, [layer.heads for layer in source.layers])
+        rotations = reader.rotations(source)
     bases = Bases(index.boundary, len(source.layers), index.layers_per_rotation or 1)
     found = predictions(source, rotations, bases)
     for prediction in reported(found, "apply", config.num_hidden_layers, progress):

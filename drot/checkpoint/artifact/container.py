@@ -13,7 +13,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -27,8 +27,8 @@ from drot.config import BoundaryPlace
 from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
 from drot.core.reading import Entries, check_regular, check_schema, parse_json
+from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation, RotationsOfLayers
-from drot.model.sizes import HeadShape, Width
 
 FORMAT_VERSION = 1
 INDEX = "artifact.json"
@@ -127,27 +127,26 @@ class Reader(zipfile.ZipFile):
         found = (name for name in names if f"{prefix}/{name}" in self._names)
         return {name: self.content(f"{prefix}/{name}", largest) for name in found}
 
-    def rotations(self, widths: Mapping[Width, int], shapes: Sequence[HeadShape]) -> RotationsOfLayers:
-        """The rotation of each layer, which is read when it is asked for.
+    def rotations(self, source: DecoderModel) -> RotationsOfLayers:
+        """The rotation of each layer of the dense model `source`, which is read when it is asked for.
 
         That raises UserError if its size does not fit the model.
-
-        shapes: the sizes of the attention of each layer.
         """
-        hidden, block = widths["hidden"], self.index.down_rotation
+        hidden, block = source.hidden_size, self.index.down_rotation
 
         def read(index: int) -> LayerRotation:
             firsts = (f"rotations/layers.{before}.r1" for before in range(index, 0, -1))
             first = next((name for name in firsts if name in self._names), "rotations/layers.0.r1")
-            shape = shapes[index]
+            layer = source.layers[index]
+            shape = layer.heads
             size = [shape.kv_heads, shape.head_dim, shape.head_dim]
             r2, r3 = self._matrix(f"rotations/layers.{index}.r2", size), None
             if block is not None:
-                size = [widths["mlp"] // block, block, block]
+                size = [layer.down_inputs() // block, block, block]
                 r3 = self._matrix(f"rotations/layers.{index}.r3", size)
             return LayerRotation(self._matrix(first, [hidden, hidden]), r2, r3)
 
-        return RotationsOfLayers(read, range(len(shapes)))
+        return RotationsOfLayers(read, range(len(source.layers)))
 
     def _matrix(self, name: str, size: list[int]) -> Tensor:
         try:
