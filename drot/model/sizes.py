@@ -135,13 +135,13 @@ def check_lending(config: Any) -> None:
     lent = set(types[: max(0, layers - count)])
     if not 0 < count < layers or not lent.issuperset(types):
         raise UserError(
-            f"`num_kv_shared_layers` of a model with {layers} layers must leave one of each of its "
-            f"`layer_types` that lends its keys and values to the last layers; got {count}"
+            f"the config of a model with {layers} layers must have a num_kv_shared_layers that leaves one of "
+            f"each of its layer_types to lend its keys and values to the last layers; got {count}"
         )
     if not getattr(config, "hidden_size_per_layer_input", None):  # transformers fails in the forward pass
         raise UserError(
-            f"a model whose layers share keys and values must have `hidden_size_per_layer_input`; got "
-            f"{config.hidden_size_per_layer_input} with `num_kv_shared_layers` {count}"
+            f"the config of a model with num_kv_shared_layers {count} must have a "
+            f"hidden_size_per_layer_input above 0; got {config.hidden_size_per_layer_input}"
         )
 
 

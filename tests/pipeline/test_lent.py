@@ -79,10 +79,10 @@ def test_random_rotations_leave_the_logits(changes):
 def test_layers_that_borrow_what_none_lends_are_refused(count):
     config = small_model(FAMILY).config
     config.num_kv_shared_layers = count
-    with pytest.raises(UserError, match=f"must leave one of each of its `layer_types` .* got {count}"):
+    with pytest.raises(UserError, match=f"that leaves one of each of its layer_types .* got {count}"):
         family_of(config)
     config.num_kv_shared_layers, config.hidden_size_per_layer_input = 1, 0
-    with pytest.raises(UserError, match="must have `hidden_size_per_layer_input`; got 0"):
+    with pytest.raises(UserError, match="must have a hidden_size_per_layer_input above 0; got 0"):
         family_of(config)
 
 
