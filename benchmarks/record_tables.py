@@ -1,5 +1,6 @@
 """The tables of the rows of real_models.py and tuning.py: perplexity, and agreement with the dense model."""
 
+import functools
 import itertools
 import math
 import statistics
@@ -163,9 +164,9 @@ def records(of_tiny: bool = False, earlier: bool = False) -> str:
     return table(head, body, used)
 
 
-def tuning() -> str:
-    """The settings of tuning.py: perplexities, and the differences to the default of the same seed."""
-    rows = read("tuning", *OF_TUNING)
+def tuning(base: str) -> str:
+    """The settings of tuning.py for a recipe: perplexities, and the differences to a seed's default."""
+    rows = [row for row in read("tuning", *OF_TUNING) if row["base"] == base]
     found = {(row["setting"], row["text"], row["seed"]): row for row in rows}
     texts = list(dict.fromkeys(row["text"] for row in rows))
     body = []
@@ -222,7 +223,8 @@ OF_RECORDED: dict[str, Callable[[], str]] = {
     "headline": headline,
     "records": records,
     "earlier": lambda: records(earlier=True),
-    "tuning": tuning,
+    "tuning": functools.partial(tuning, BALANCED),
+    "tuning_of_rotations": functools.partial(tuning, "full, fast"),
     "points": points,
     "tiny": lambda: records(of_tiny=True),
     "three_points": choices(
