@@ -11,7 +11,8 @@ from drot.reporting.demo import HELD_OUT
 
 #: options of a quick `drot prune`, with which both formats have their rotations in the same place
 PRUNE = [
-    *("--method", "magnitude", "--hessians", "sequential", "--device", "cpu", "--dtype", "bfloat16"),
+    *("--method", "magnitude", "--hessians", "sequential", "--solve", "none", "--target", "self"),
+    *("--token-weights", "equal", "--device", "cpu", "--dtype", "bfloat16"),
     *("--calibration", str(HELD_OUT), "--nsamples", "2", "--seqlen", "32"),
 ]
 #: the linear whose tensors the tests look at or damage

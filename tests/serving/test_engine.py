@@ -54,6 +54,7 @@ def test_models_that_a_batch_would_change_are_refused(family):
         Batch(small_model(family), None)
 
 
+@pytest.mark.slow
 def test_settings_of_the_model_that_no_batch_holds_are_known(packed):
     from drot.serving.engine import Engine
 
