@@ -1,13 +1,13 @@
 """The keys and values that decoder layers lend to later layers, which have none of their own."""
 
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-#: Makes an uninitialised tensor of a shape and a dtype, in a place that it knows.
-Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+from drot.machine.transfer import Empty, empty_on, gathered
 
 
 class Lent:
@@ -18,20 +18,20 @@ class Lent:
 
     def __init__(self, nsamples: int, device: torch.device, empty: Empty | None) -> None:
         self._nsamples, self._device = nsamples, device
-        self._empty = empty or (lambda shape, dtype: torch.empty(*shape, dtype=dtype, device=device))
+        self._empty = empty or partial(empty_on, device)
         self._states: ChainMap[str, tuple[Tensor, ...]] = ChainMap()
 
     def child(self, nsamples: int, empty: Empty | None) -> "Lent":
         """For a stream of the first `nsamples` sequences, which reads the same until it writes its own.
 
-        empty: makes its own.
+        empty: makes the tensors that it writes.
         """
         found = Lent(nsamples, self._device, empty)
         found._states = self._states.new_child()
         return found
 
-    def empty(self) -> "Lent":
-        """For others of the same sequences, such as the gradient."""
+    def fresh(self) -> "Lent":
+        """For other tensors of the same sequences, such as the gradient, in the same place."""
         return Lent(self._nsamples, self._device, self._empty)
 
     def of(self, sequences: slice | Tensor) -> "LentOfSequences":
@@ -80,14 +80,3 @@ class LentOfSequences:
 
     def __setitem__(self, kind: str, values: Sequence[Tensor]) -> None:
         self._lent.write(kind, self._sequences, values)
-
-
-def gathered(states: Tensor, sequences: slice | Tensor, device: torch.device) -> Tensor:
-    """The rows of some sequences, on `device`."""
-    if isinstance(sequences, slice) or states.device == device:
-        return states[sequences].to(device)
-    # sequence by sequence: so main memory gathers nothing, and the CPU does not wait
-    result = torch.empty(len(sequences), *states.shape[1:], dtype=states.dtype, device=device)
-    for row, index in zip(result, sequences.tolist(), strict=True):
-        row.copy_(states[index], non_blocking=True)
-    return result

@@ -1,6 +1,6 @@
 """The hidden states of the calibration tokens, which are passed through one layer after the other."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import HessianAccumulator
-from drot.calibration.lent import Empty, Lent, gathered
+from drot.calibration.lent import Lent
 from drot.calibration.token_weights import TokenWeights
 from drot.machine.devices import is_gpu
 from drot.machine.products import rounded_once
 from drot.machine.ranks import ALONE, Ranks
-from drot.machine.transfer import CopiesHome, ahead, empty_on_host
+from drot.machine.transfer import CopiesHome, Empty, ahead, empty_on, empty_on_host, gathered
 from drot.model.decoder import BY_SEQUENCE, DecoderModel
 from drot.model.family import LENT, InputGroup, alike
 from drot.model.inputs import RoutedInputs, reading
@@ -247,10 +247,6 @@ class CalibrationStream:
             of_groups = [hessian] if part[0].expert is None else hessian.unbind()
             found |= {group.name: matrix for group, matrix in zip(part, of_groups, strict=True)}
         return found
-
-
-def empty_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _to_device(value: Any, device: torch.device, moved: dict[int, Tensor]) -> Any:

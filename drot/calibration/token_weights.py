@@ -113,22 +113,22 @@ def layer_gradients(
     """
     shape = hidden.shape[:2]
     own = hidden.detach().requires_grad_()
-    lent = None if of_lent is None else _Traced(kwargs[LENT])
+    lent = None if of_lent is None else _Traced(kwargs[LENT], of_lent)
     if lent is not None:
         kwargs = kwargs | {LENT: lent}
     with _squares(layer) as (squares, of_outputs):
         with torch.enable_grad():
             outputs = layer(own.view_as(own), kwargs)
         ends, given, starts = [outputs], [gradient], [own]
-        if lent is not None and of_lent is not None:
-            for kind in filter(of_lent.__contains__, lent.written):  # the others no layer has borrowed
+        if lent is not None:
+            for kind in filter(lent.gradient.__contains__, lent.written):  # the others no layer has borrowed
                 ends += lent.written[kind]
-                given += of_lent[kind]
+                given += lent.gradient[kind]
             starts += itertools.chain(*lent.read.values())
         found, *others = torch.autograd.grad(ends, starts, given)
-    if lent is not None and of_lent is not None:
+    if lent is not None:
         for kind, pair in lent.read.items():
-            of_lent.add(kind, others[: len(pair)])
+            lent.gradient.add(kind, others[: len(pair)])
             others = others[len(pair) :]
     means = {key: total.view(shape) for key, total in squares.items()}
     for group in layer.groups:  # of the linears of a group that no output depends on, and of experts
@@ -144,10 +144,12 @@ class _Traced:
     """The keys and values that layers lend, with those that a layer reads and writes in a forward pass.
 
     Those that it reads are leaves of the graph. Those that it writes are not kept.
+
+    gradient: that of the loss in all of them.
     """
 
-    def __init__(self, lent: LentOfSequences) -> None:
-        self._lent = lent
+    def __init__(self, lent: LentOfSequences, gradient: LentOfSequences) -> None:
+        self._lent, self.gradient = lent, gradient
         self.read: dict[str, list[Tensor]] = {}
         self.written: dict[str, Sequence[Tensor]] = {}
 

@@ -22,6 +22,8 @@ class Movable(Protocol):
 
 
 Layer = TypeVar("Layer", bound=Movable)
+#: Makes an uninitialised tensor of a shape and a dtype, in a place that it knows.
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 def background_thread(name: str) -> ThreadPoolExecutor:
@@ -193,6 +195,21 @@ def return_pinned_memory() -> None:
     """Gives the memory of pinned tensors that are gone back to the system; torch keeps it for later ones."""
     if torch.cuda.is_available():
         torch._C._host_emptyCache()
+
+
+def empty_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def gathered(states: Tensor, sequences: slice | Tensor, device: torch.device) -> Tensor:
+    """The rows of some sequences, on `device`."""
+    if isinstance(sequences, slice) or states.device == device:
+        return states[sequences].to(device)
+    # sequence by sequence: so main memory gathers nothing, and the CPU does not wait
+    result = torch.empty(len(sequences), *states.shape[1:], dtype=states.dtype, device=device)
+    for row, index in zip(result, sequences.tolist(), strict=True):
+        row.copy_(states[index], non_blocking=True)
+    return result
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -105,6 +105,7 @@ SANDWICH = replace(
     ),
     logits_cap="final_logit_softcapping",
 )
+#: the modules of `Family.embedded` in Gemma 4 E2B and E4B
 EMBEDDING = "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"
 _GEMMA4 = replace(
     SANDWICH,

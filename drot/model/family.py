@@ -14,10 +14,9 @@ from drot.model.sizes import Width
 #: it runs too.
 Rotates = Literal["r1", "r2", "r3"]
 
-
-#: the argument of a layer with the embeddings of its own of the tokens: others for each sequence
+#: the argument of a layer that has an embedding table of its own: the embeddings of the tokens in that table
 EMBEDDED = "per_layer_input"
-#: the argument of a layer with the keys and values that layers lend: kind of attention → both
+#: the argument of a layer that holds keys and values of earlier layers: kind of attention → keys, values
 LENT = "shared_kv_states"
 
 
@@ -126,10 +125,11 @@ class Family:
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
         stream. In a layer with one block `mlp` is its path, and `attention` too if it is an attention or a
         Mamba; otherwise `attention` is None.
-    embedded: the names of four modules of a layer that adds an embedding of its own of each token behind the
-        MLP, the argument EMBEDDED: a gate of it that reads the stream, the activation of the gate, the linear
-        that reads the gated embedding, and the norm of its outputs. Some models of a family have none.
-    token_embeddings: the modules outside of the layers that make these embeddings.
+    embedded: the names of four modules of a layer that has an embedding table of its own. Behind the MLP it
+        multiplies the token's embedding, its argument EMBEDDED, by a gate, and adds a linear of the product
+        to the stream. The modules are the linear of the gate, which reads the stream, the gate's activation,
+        the linear of the product, and the norm of its outputs. Some models of a family have none.
+    token_embeddings: the modules outside of the layers that hold these tables.
     beside: a module that reads what the MLP reads, and whose output the layer adds to that of the MLP. Some
         layers of a family have none.
     experts_beside: the names of four modules of a layer with `experts` beside its MLP, which read the stream

@@ -110,7 +110,7 @@ def layer_kind(config: Any, index: int) -> LayerKind:
         if attention == "moe" and config.moe_latent_size:
             return "latent"
         return ONE_BLOCK[attention] if experts_of(config) or attention != "mlp" else ""
-    borrows = shares_keys(config) and index >= _first_borrower(config)
+    borrows = borrows_keys(config, index)
     keys = attention == "full_attention" and bool(getattr(config, "attention_k_eq_v", False))
     found = {
         "linear": attention in ("linear_attention", "mamba", "conv"),
@@ -143,6 +143,11 @@ def check_lending(config: Any) -> None:
             f"the config of a model with num_kv_shared_layers {count} must have a "
             f"hidden_size_per_layer_input above 0; got {config.hidden_size_per_layer_input}"
         )
+
+
+def borrows_keys(config: Any, index: int) -> bool:
+    """Whether decoder layer `index` reads the keys and values of an earlier layer."""
+    return shares_keys(config) and index >= _first_borrower(config)
 
 
 def lends_keys(config: Any, index: int) -> bool:
@@ -225,11 +230,12 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         for of in ("key", "value")
     )
     value = value or getattr(config, "linear_num_heads", 0) * getattr(config, "linear_head_dim", 0)
+    wide = getattr(config, "use_double_wide_mlp", False)
     return {
         "hidden": config.hidden_size,
         "query": shape.heads * shape.head_dim,
         "kv": shape.kv_heads * shape.head_dim,
-        "mlp": mlp_width(config) * _doubled(config, index),
+        "mlp": mlp_width(config) * (2 if wide and borrows_keys(config, index) else 1),
         "expert": expert,
         "shared": shared or expert * of_shared,
         "experts": experts_of(config),
@@ -243,12 +249,6 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         **_mamba_widths(config),
         **_latent_widths(config),
     }
-
-
-def _doubled(config: Any, index: int) -> int:
-    """The factor of the intermediate size of decoder layer `index`."""
-    doubles = getattr(config, "use_double_wide_mlp", False) and shares_keys(config)
-    return 2 if doubles and index >= _first_borrower(config) else 1
 
 
 def absent_widths(config: Any) -> frozenset[Width]:

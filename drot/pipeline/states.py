@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from drot.calibration.stream import CalibrationStream, empty_on
+from drot.calibration.lent import Lent
+from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.records import PlaceOfStates
 from drot.checkpoint.resume import RunState
 from drot.config import ResolvedRecipe
@@ -14,7 +15,7 @@ from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.spool import Spool
-from drot.machine.transfer import empty_on_host, return_pinned_memory
+from drot.machine.transfer import empty_on, empty_on_host, return_pinned_memory
 from drot.model.decoder import BY_SEQUENCE
 from drot.pipeline.memory import device_memory, further_bytes, main_memory, pass_bytes, state_bytes
 from drot.pipeline.sizes import Sizes
@@ -59,13 +60,13 @@ def further_states(run: "RunContext", beside: CalibrationStream) -> CalibrationS
     beside: a stream of sequences of the same length, which have the same arguments of the layers.
     """
     assert run.distill_tokens is not None
-    own = run.distill_tokens[run.ranks.rank :: run.ranks.size]
-    hidden_states, recorded = run.model.record(own, beside.empty or partial(empty_on, run.device))
+    tokens = run.distill_tokens[run.ranks.rank :: run.ranks.size]
+    hidden_states, recorded = run.model.record(tokens, beside.empty or partial(empty_on, run.device))
     arguments = [
-        known | {name: own[name] for name in own.keys() & BY_SEQUENCE}
-        for known, own in zip(beside.layer_kwargs, recorded, strict=True)
+        known | {name: found[name] for name in found.keys() & BY_SEQUENCE}
+        for known, found in zip(beside.layer_kwargs, recorded, strict=True)
     ]
-    lent = None if beside.lent is None else beside.lent.child(len(own), beside.empty)
+    lent = Lent(len(tokens), run.device, beside.empty) if run.model.lends_keys else None
     return CalibrationStream(hidden_states, arguments, run.device, beside.empty, run.ranks, lent=lent)
 
 

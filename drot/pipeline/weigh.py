@@ -67,7 +67,7 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
                     stream.hidden_states[batch], loss_gradient(run.model, hidden, own[batch], norm, head)
                 )
         del norm, head
-    of_lent = None if stream.lent is None else stream.lent.empty()
+    of_lent = None if stream.lent is None else stream.lent.fresh()
     starts = [*range(0, first, step), *([first] if first < len(layers) else [])]
     for start, stop in reversed([*itertools.pairwise([*starts, len(layers)])]):
         segment = layers[start:stop]
