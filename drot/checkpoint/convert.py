@@ -11,6 +11,7 @@ from drot.checkpoint.load import has_tokenizer, load_tokenizer, logger, warn_of_
 from drot.checkpoint.manifest import CheckpointManifest, find_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
+from drot.checkpoint.quantised import is_quantised
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
 from drot.checkpoint.resume import copy_own_text
 from drot.checkpoint.save import check_output, save_checkpoint
@@ -28,7 +29,8 @@ from drot.sparse.packed import check_format, check_packable, pack_layer, unpack_
 def convert(path: str | Path, out: str | Path, format: str) -> CheckpointManifest | None:
     """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
 
-    A layer is read from its file when its turn comes, and dropped when it is written. Returns the manifest;
+    A layer is read from its file when its turn comes, and dropped when it is written. A model in FP8 or
+    MXFP4, of the families that drot prunes, becomes dense too. Returns the manifest;
     None for a model that drot did not prune. Raises UserError for an unknown format, for the format that the
     checkpoint has already, for a weight that is not 2:4, and for files that do not fit their hashes in the
     manifest. A linear to which the manifest gives another sparsity stays dense.
@@ -53,7 +55,8 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     model, weights, _ = open_skeleton(path)
     weights.narrow(model)
     warn_of_rounding(folder, model)
-    if is_packed(model) == (format == "packed"):
+    quantised = format == "dense" and is_quantised(folder)
+    if is_packed(model) == (format == "packed") and not quantised:
         raise UserError(f"{path} is {format} already: name the other `format`")
     change = unpack_layer
     if format == "packed":

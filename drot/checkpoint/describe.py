@@ -6,7 +6,12 @@ from typing import Any
 import torch
 
 from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transformers
-from drot.checkpoint.quantization_config import QUANT_METHOD, quantised_by, quantization_config_of
+from drot.checkpoint.quantization_config import (
+    QUANT_METHOD,
+    is_readable,
+    quantised_by,
+    quantization_config_of,
+)
 from drot.config.recipe_file import MANIFEST
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES, declared
@@ -22,7 +27,7 @@ def describe_model(name: str) -> dict[str, Any]:
 
     model_type, supported: whether drot knows the family. models: published models of a known family.
     rotations: the names of those that it takes. fused: module → its slices.
-    quantised: the method, of a model that is quantised.
+    quantised, readable: the method, of a model that is quantised, and whether drot makes its weights dense.
     text_model: the type of the language model in a model that reads more than text; its family counts.
     comparison: of an unknown family, the `Comparison` with the nearest known one; None if transformers has no
         causal language model of the type.
@@ -35,7 +40,7 @@ def describe_model(name: str) -> dict[str, Any]:
     if (text := whole.get_text_config()) is not whole:
         found["text_model"] = text.model_type
     if method := quantised_by(config):
-        found["quantised"] = method
+        found |= {"quantised": method, "readable": is_readable(config)}
     if found["supported"]:
         family = declared(config)
         found["models"] = family.models

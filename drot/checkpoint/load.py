@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drot.checkpoint.integrity import is_loaded, verified_while_loading
-from drot.checkpoint.offload import load_whole
+from drot.checkpoint.offload import load_by_layers
 from drot.checkpoint.opening import (
     NO_MODEL,
     checked_headers,
@@ -21,6 +21,7 @@ from drot.checkpoint.opening import (
     silent_transformers,
     whole_type,
 )
+from drot.checkpoint.quantised import dense_headers, is_quantised
 from drot.checkpoint.source import (
     DENSE_DTYPES,
     gguf_file,
@@ -32,6 +33,7 @@ from drot.checkpoint.source import (
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
+from drot.model.families import FAMILIES
 from drot.sparse.linear import compresses, is_packed, packed_linears
 from drot.sparse.packed import compress_model
 
@@ -85,6 +87,8 @@ def load_model(
 
     `path` may also name a GGUF file, as in FOLDER/NAME.gguf, whose weights transformers makes dense.
 
+    Weights in FP8 and MXFP4 are made dense too, of the families that drot prunes.
+
     A packed model is fused (drot/sparse/fused.py). Code that the model brings along is not run, and neither
     are pickles.
 
@@ -108,12 +112,13 @@ def load_model(
     from drot.checkpoint.hf_model import keep_files  # it imports transformers too
 
     folder, gguf = model_folder(path, weights=True), gguf_file(path)
-    if gguf is None:
-        checked_headers(path, config, folder)
-    if gguf is None and whole_type(folder) is not None:
-        model = load_whole(path, dtype, verify=verify)
+    quantised = config.model_type in FAMILIES and gguf is None and is_quantised(folder)
+    if quantised or (gguf is None and whole_type(folder) is not None):
+        model = load_by_layers(path, dtype, verify=verify)
         keep_files(model, folder)
         return model
+    if gguf is None:
+        checked_headers(path, config, folder)
     verified = verified_while_loading(folder) if verify and gguf is None else contextlib.nullcontext()
     with verified, silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -167,7 +172,7 @@ def warn_of_rounding(folder: str | Path, model: "PreTrainedModel") -> None:
     files = [file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name)]
     held = {name: tensor.dtype for name, tensor in stored_state(model).items()}
     found = set()
-    for name, header in read_headers(files).items():
+    for name, header in dense_headers(read_headers(files), Path(folder)).items():
         own = name if names is None else names.own(name)
         if own is None:
             continue

@@ -25,6 +25,7 @@ from drot.checkpoint.opening import (
     whole_type,
 )
 from drot.checkpoint.pieces import PieceReader
+from drot.checkpoint.quantised import Quantised
 from drot.checkpoint.quantization_config import (
     STORED_DTYPES,
     drot_config_of,
@@ -37,10 +38,8 @@ from drot.checkpoint.source import (
     Header,
     check_headers,
     gguf_file,
-    header_bytes,
     model_folder,
     stored_state,
-    tensors_of,
 )
 from drot.checkpoint.whole import Whole
 from drot.core.errors import UserError
@@ -82,11 +81,7 @@ class DiskWeights:
         self, path: str | Path, headers: Mapping[str, Header], stored: Callable[[str], str] = str
     ) -> None:
         self._path, self._headers, self._stored = path, headers, stored
-        self._starts: dict[str, int] = {}
         self._reader = PieceReader()
-        for file in {header.file for header in headers.values()}:
-            tensors = tensors_of(header_bytes(file), file.stat().st_size)
-            self._starts |= {name: start for name, (_, _, start) in tensors.items()}
 
     @torch.no_grad()
     def read_layer(self, layer: DecoderLayer, device: torch.device) -> None:
@@ -154,10 +149,12 @@ class DiskWeights:
         first: the value of a tensor with which its target begins.
         """
         for name, target in targets.items():
-            stored = self._name(name)
-            header, dtype = self._headers[stored], DTYPES[self._headers[stored].dtype]
-            start = self._starts[stored] + first * dtype.itemsize
-            self._reader.read(target, header.file, start, dtype)
+            header = self._headers[self._name(name)]
+            if isinstance(header, Quantised):
+                header.read(self._reader, target, first)
+            else:
+                dtype = DTYPES[header.dtype]
+                self._reader.read(target, header.file, header.start + first * dtype.itemsize, dtype)
             refuse_not_finite(self._path, name, target)
 
 
@@ -237,8 +234,11 @@ def _weights_of(path: str | Path, model: Any, headers: Mapping[str, Header], fol
 
 
 @torch.no_grad()
-def load_whole(path: str | Path, dtype: str | torch.dtype, *, verify: bool) -> "PreTrainedModel":
-    """The language model of a model that reads images too, with its weights, as `load_model` returns it."""
+def load_by_layers(path: str | Path, dtype: str | torch.dtype, *, verify: bool) -> "PreTrainedModel":
+    """A model with its weights, as `load_model` returns it, whose files transformers would open otherwise.
+
+    The model reads images too, or its weights are quantised.
+    """
     model: Any
     model, weights, _ = open_skeleton(path, dtype, verify=verify)
     decoder = DecoderModel(model, weights=weights)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drot.checkpoint.quantization_config import drot_config_of, quantization_config_of
+from drot.checkpoint.quantised import dense_headers, formats_of
+from drot.checkpoint.quantization_config import drot_config_of, is_readable, quantization_config_of
 from drot.checkpoint.source import (
     PREDICTION_LAYERS,
     PREDICTION_PREFIXES,
@@ -46,8 +47,12 @@ def load_config(path: str | Path) -> Any:
     """The config of the model at `path`, a hub name or a folder. Raises UserError if there is none.
 
     Of a model that reads images too, and whose language model drot prunes, it is that of the language model.
+    Of a model that drot makes dense while it reads it, it is that of the dense model.
     """
-    return language_config(load_whole_config(path))
+    config = language_config(load_whole_config(path))
+    if is_readable(config):
+        del config.quantization_config
+    return config
 
 
 def load_whole_config(path: str | Path) -> Any:
@@ -85,6 +90,10 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
     from transformers import AutoModelForCausalLM
 
     headers = read_headers(weight_files(folder))
+    if config.model_type in FAMILIES:
+        headers = dense_headers(headers, folder)
+    for format in formats_of(headers):
+        logger.warning("%s is in %s: drot makes its weights dense while it reads them", path, format)
     unread = {name for name in headers if name.startswith(PREDICTION_PREFIXES)}
     if (names := names_in_files(folder, config.model_type)) is not None:
         headers = {own: each for name, each in headers.items() if (own := names.own(name)) is not None}

@@ -11,12 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from drot.checkpoint.manifest import Manifest, find_manifest
+from drot.checkpoint.quantised import READABLE
 from drot.checkpoint.source import model_folder
 from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
 from drot.model.boundary import down_rotations, rotation_place
 from drot.model.decoder import DecoderModel
+from drot.model.families import FAMILIES
 from drot.model.rotation import Bases
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import dense_linears, expect_packed
@@ -31,11 +33,8 @@ STORED_DTYPES = ("BF16", "F16", "F32")
 OTHERS = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4"}
 #: what to do with a model that another program has quantised
 NAME_THE_ORIGINAL = "name the model that it was made from, in 16 or 32 bits"
-#: what to do with a model that was published in MXFP4 alone, as gpt-oss
-DEQUANTISE = (
-    "open it with transformers and quantization_config=Mxfp4Config(dequantize=True), save it with "
-    "save_pretrained, and name that folder"
-)
+#: what to do with a model in memory whose files drot reads
+NAME_ITS_FILES = "name its folder, or its name on the hub, from which drot reads dense weights"
 
 
 class Keys(BaseModel):
@@ -107,10 +106,15 @@ def quantised_by(config: Any) -> str | None:
     return OTHERS.get(str(method), str(method))
 
 
+def is_readable(config: Any) -> bool:
+    """Whether drot makes the quantised weights of a model with `config` dense while it reads its files."""
+    return quantization_config_of(config).get("quant_method") in READABLE and config.model_type in FAMILIES
+
+
 def refuse_quantised(config: Any) -> None:
     """Raises UserError for a model that another program has quantised."""
     if method := quantised_by(config):
-        instead = DEQUANTISE if method == OTHERS["mxfp4"] else NAME_THE_ORIGINAL
+        instead = NAME_ITS_FILES if is_readable(config) else NAME_THE_ORIGINAL
         raise UserError(f"this model is quantised ({method}): {instead}")
 
 

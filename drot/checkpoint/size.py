@@ -19,16 +19,19 @@ def weight_bytes(folder: str | Path) -> int | None:
 
 def why_larger(source: str | Path, folder: Path) -> str:
     """What the weights in `folder` hold beside those of `source`, in words."""
-    from drot.checkpoint.source import DENSE_DTYPES, read_headers, weight_files  # it imports torch
+    from drot.checkpoint.quantised import dense_headers, formats_of  # it imports torch
+    from drot.checkpoint.source import DENSE_DTYPES, read_headers, weight_files
 
-    before, after = (read_headers(weight_files(Path(each))) for each in (source, folder))
+    before, after = (
+        dense_headers(read_headers(weight_files(Path(each))), Path(each)) for each in (source, folder)
+    )
     added = {
         name: math.prod(header.shape) * DENSE_DTYPES[header.dtype].itemsize
         for name, header in after.items()
         if name not in before and header.dtype in DENSE_DTYPES
     }
     kinds = {"rotations": "_rotation.weight", "lm_head, which was tied": "lm_head.weight"}
-    found = []
+    found = [f"weights that were in {format}" for format in formats_of(before)]
     for kind, end in kinds.items():
         if size := sum(size for name, size in added.items() if name.endswith(end)):
             found.append(f"{kind}: {size_text(size)}")

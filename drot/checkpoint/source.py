@@ -52,15 +52,19 @@ DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of a tensor. dtype: in the names of the format, as in `F32`."""
+    """What a safetensors file says of a tensor.
+
+    dtype: in the names of the format, as in `F32`. start: its position in the file.
+    """
 
     file: Path
     shape: list[int]
     dtype: str
+    start: int
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor."""
+        """The bytes of the tensor, if it is dense."""
         bits = re.search(r"\d+", self.dtype)  # BOOL has none
         return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1)
 
@@ -265,10 +269,13 @@ def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
     for file in files:
         try:
             # for "pt" the file would be mapped as writable, which counts as memory of the process
-            with safe_open(file, framework="np") as handle:
-                for key in handle.keys():  # noqa: SIM118
-                    tensor = handle.get_slice(key)
-                    found[key] = Header(Path(file), list(tensor.get_shape()), tensor.get_dtype())
+            with safe_open(file, framework="np") as handle:  # it checks the file
+                names = handle.keys()
+            path = Path(file)
+            tensors = tensors_of(header_bytes(path), path.stat().st_size)
+            for name in names:
+                dtype, shape, start = tensors[name]
+                found[name] = Header(path, shape, dtype, start)
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{file} is not a complete safetensors file ({quoted(error)}): copy it again"

@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drot.checkpoint.manifest import MANIFEST
+from drot.checkpoint.pieces import PieceReader
+from drot.checkpoint.quantised import Quantised, dense_headers
 from drot.checkpoint.source import (
     CONFIG,
+    DENSE_DTYPES,
     INDEX,
     PREDICTION_LAYERS,
     PREDICTION_PREFIXES,
@@ -55,7 +58,7 @@ class Whole:
 
     def _kept(self) -> dict[str, Header]:
         """The tensors that are no part of the language model, and not for multi-token prediction."""
-        headers = read_headers(weight_files(self.folder))
+        headers = dense_headers(read_headers(weight_files(self.folder)), self.folder)
         return {
             name: each
             for name, each in headers.items()
@@ -70,7 +73,7 @@ class Whole:
         """Makes `out`, where the language model is written, the checkpoint of the whole model.
 
         What the language model does not replace is copied byte for byte: tensors to `file`, small files, and
-        the entries of config.json.
+        the entries of config.json. Quantised tensors are made dense.
 
         file: the tensors outside of the decoder layers. config: of the language model.
 
@@ -78,9 +81,14 @@ class Whole:
         """
         tensors = {self.names.stored(name): tensor for name, tensor in load_file(file).items()}
         for name, header in self._kept().items():
-            if name not in tensors:  # unless R1 rotates the projector
-                with safe_open(header.file, framework="pt") as handle:
-                    tensors[name] = handle.get_tensor(name)
+            if name in tensors:  # the projector, which R1 rotates
+                continue
+            if isinstance(header, Quantised):
+                tensors[name] = torch.empty(header.shape, dtype=DENSE_DTYPES[header.dtype])
+                header.read(PieceReader(), tensors[name], 0)
+                continue
+            with safe_open(header.file, framework="pt") as handle:
+                tensors[name] = handle.get_tensor(name)
         part = file.with_suffix(".part")
         save_file(tensors, part, {"format": "pt"})
         part.replace(file)

@@ -87,7 +87,8 @@ def _show_model(name: str, as_json: bool) -> None:
         return
     shown = {"model type": found["model_type"]}
     if method := found.get("quantised"):
-        shown["quantised"] = f"{method}: drot prunes the model before it was quantised"
+        reads = "makes its weights dense while it reads them" if found["readable"] else "prunes the original"
+        shown["quantised"] = f"{method}: drot {reads}"
     if text := found.get("text_model"):
         shown["language model"] = f"of type {text}; the rest is kept as it is" if found["supported"] else text
     if found["supported"]:

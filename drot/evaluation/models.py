@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from drot.checkpoint.load import load
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
+from drot.checkpoint.quantised import dense_headers
 from drot.checkpoint.quantization_config import quantised_by
 from drot.checkpoint.source import DENSE_DTYPES, gguf_file, model_folder, read_headers, weight_files
 from drot.machine import devices
@@ -46,7 +47,8 @@ def open_model(name: str | Path, dtype: str, *, streamed: bool) -> OpenModel:
 def loaded_bytes(name: str | Path, dtype: str) -> int:
     """The bytes of the model's weights in `dtype`, or in the dtypes of its files for `auto`."""
     total = 0
-    for header in read_headers(weight_files(model_folder(name, weights=True))).values():
+    folder = model_folder(name, weights=True)
+    for header in dense_headers(read_headers(weight_files(folder)), folder).values():
         cast = dtype != "auto" and header.dtype in DENSE_DTYPES
         total += math.prod(header.shape) * parse_dtype(dtype).itemsize if cast else header.nbytes
     return total

@@ -103,7 +103,7 @@ def test_prune_names_the_command(tmp_path, capsys):
         (dict(quant_method="bitsandbytes", load_in_4bit=True), "bitsandbytes"),
         (dict(load_in_8bit=True), "bitsandbytes"),
         (dict(quant_method="compressed-tensors", format="int-quantized"), "compressed-tensors"),
-        (dict(quant_method="fp8", activation_scheme="static"), "FP8"),
+        (dict(quant_method="fbgemm_fp8"), "fbgemm_fp8"),
     ],
 )
 @pytest.mark.parametrize("command", ["prune", "finetune"])

@@ -14,7 +14,6 @@ from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.manifest import read_manifest
 from drot.cli import app as cli
 from drot.config import Recipe
-from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.pipeline.dry_run import run_needs
 from drot.pipeline.sizes import sizes_of, without_weights
@@ -262,13 +261,6 @@ def test_a_dense_layer_among_experts_is_pruned_too(tmp_path):
     assert torch.equal(drot.load(tmp_path / "out", device="cpu")(TOKENS).logits, result.model(TOKENS).logits)
     other = DecoderModel(small_model("qwen3_moe", decoder_sparse_step=2))
     assert [layer.family.experts is None for layer in other.layers] == [True, False, True]
-
-
-def test_gpt_oss_in_mxfp4_is_refused_by_name():
-    model = small_model("gpt_oss")
-    model.config.quantization_config = {"quant_method": "mxfp4"}
-    with pytest.raises(UserError, match=r"quantised \(MXFP4\): open it .*=Mxfp4Config\(dequantize=True\)"):
-        prune(model, MODES["none"])
 
 
 def test_the_zeros_of_interleaved_experts_are_counted_again(tmp_path):

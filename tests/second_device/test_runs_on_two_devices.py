@@ -5,10 +5,15 @@ An op with tensors on two devices raises an error there, as on a GPU.
 
 import pytest
 import torch
+from quantised_files import quantise_files
 from runs import assert_patterns, assert_same_weights, interrupted, prune, recipe
-from small_models import relative_error, small_model
+from small_models import relative_error, save_small_model, small_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import drot
+from drot.checkpoint.offload import open_skeleton
+from drot.model.decoder import DecoderModel
 
 #: the name of one device, and of two
 ONE, OTHER = "second", "second:1"
@@ -86,6 +91,20 @@ def test_given_rotations_give_the_cpus_bytes(tmp_path):
     prune(None, chosen, save_rotations_to=file)
     found, expected = (prune(None, chosen, rotations=file, device=device) for device in (ONE, "cpu"))
     assert_same_weights(found.model, expected.model)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_weights_in_fp8_and_mxfp4_become_dense_on_the_device(family, tmp_path):
+    """A PieceReader brings the numbers to the device, where their scales multiply them."""
+    folder = save_small_model(small_model(family, hidden_size=64, intermediate_size=96), tmp_path / "model")
+    quantise_files(folder)
+    model, weights, _ = open_skeleton(folder)
+    expected = drot.load(folder, device="cpu").state_dict()
+    for layer in DecoderModel(model, weights=weights).layers:
+        weights.read_layer(layer, torch.device(ONE))
+        for name, tensor in layer.module.state_dict().items():
+            assert tensor.device.type == ONE
+            assert torch.equal(tensor.cpu(), expected[layer.prefix + name])
 
 
 def test_the_other_device_gives_the_same_bytes(tmp_path):
