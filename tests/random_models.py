@@ -40,6 +40,9 @@ MIXTURES = {
     "laguna": "num_experts",
     "afmoe": "num_experts",
     "sarvam_mla": "n_routed_experts",
+    "mistral4": "n_routed_experts",
+    "mimo_v2_flash": "n_routed_experts",
+    "cohere2_moe": "num_experts",
     "kimi_linear": "num_local_experts",
     "granitemoeshared": "num_local_experts",
     "granitemoe_swa": "num_local_experts",
@@ -53,7 +56,7 @@ GRANITE = ("granitemoe", "granitemoeshared", "granitemoe_swa", "granitemoehybrid
 #: mixtures whose router divides the experts into groups
 GROUPED = (
     *("glm4_moe", "deepseek_v3", "glm4_moe_lite", "dots1", "solar_open", "exaone_moe", "deepseek_v32"),
-    *("glm_moe_dsa", "sarvam_mla", "kimi_linear"),
+    *("glm_moe_dsa", "sarvam_mla", "kimi_linear", "mistral4", "mimo_v2_flash"),
 )
 #: those whose router computes in fp32
 OTHERS_IN_FP32 = ("nemotron_h", "ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1", "hunyuan_v1_moe")
@@ -72,6 +75,8 @@ SHARED = {
     "deepseek_v32": "n_shared_experts",
     "glm_moe_dsa": "n_shared_experts",
     "sarvam_mla": "n_shared_experts",
+    "mistral4": "n_shared_experts",
+    "cohere2_moe": "num_shared_experts",
     "kimi_linear": "n_shared_experts",
     "afmoe": "num_shared_experts",
 }
@@ -95,7 +100,7 @@ LATENT_ATTENTION = (
         "glm_moe_dsa",
         "sarvam_mla",
     ),
-    "kimi_linear",
+    *("kimi_linear", "mistral4"),
 )
 #: those whose config demands a hidden size that the heads divide
 DIVIDED = (
@@ -113,8 +118,22 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
     # theirs has parts for each type of layer, or there is none
-    if family in ("olmo3", "gemma3_text", "opt", "mellum", "laguna", "lfm3", "nemotron_h", *GEMMA4):
+    if family in (
+        "olmo3",
+        "gemma3_text",
+        "opt",
+        "mellum",
+        "laguna",
+        "lfm3",
+        "nemotron_h",
+        "mimo_v2_flash",
+        *GEMMA4,
+    ):
         return {"max_position_embeddings": 128}
+    if family == "mistral4":
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.5}
+        rope["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+        return {"rope_parameters": rope, "max_position_embeddings": 128}
     if family in LATENT_ATTENTION:  # it turns a part of a head of its own
         return {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
@@ -162,7 +181,7 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     """The settings of a mixture of experts."""
     experts = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {MIXTURES[family]: experts, "num_experts_per_tok": draw(st.integers(1, experts))}
-    if family not in ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "hunyuan_v1_moe", *GRANITE):
+    if family not in ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "hunyuan_v1_moe", "cohere2_moe", *GRANITE):
         chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
     others = "mixtral", "gpt_oss", "minimax_m2", "hy_v3", "ernie4_5_moe", "hunyuan_v1_moe", "gemma4_text"
     if family not in (*others, *GRANITE):
@@ -194,8 +213,16 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     scale = scales.get(family, "routed_scaling_factor")
     chosen[scale] = draw(st.sampled_from([1.0, 2.5]))
     if family in SHARED:
-        chosen[SHARED[family]] = draw(st.integers(0 if family == "ernie4_5_moe" else 1, 2))
-    if family in ("glm4_moe_lite", "mellum", "hy_v3", "laguna", "kimi_linear"):
+        chosen[SHARED[family]] = draw(st.integers(0 if family in ("ernie4_5_moe", "cohere2_moe") else 1, 2))
+    if family in (
+        "glm4_moe_lite",
+        "mellum",
+        "hy_v3",
+        "laguna",
+        "kimi_linear",
+        "mimo_v2_flash",
+        "cohere2_moe",
+    ):
         kinds = st.sampled_from(["dense", "sparse"])
         chosen["mlp_layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
     elif family == "afmoe":
@@ -204,6 +231,10 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
         chosen |= dict(num_dense_layers=draw(st.integers(0, layers)), use_expert_bias=draw(st.booleans()))
     elif family in (*GROUPED, "deepseek_v2"):
         chosen["first_k_dense_replace"] = draw(st.integers(0, layers))
+    if family == "cohere2_moe":
+        chosen["prefix_dense_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
+        chosen["expert_selection_fn"] = draw(st.sampled_from(["softmax", "sigmoid"]))
+        chosen["shared_expert_combination_strategy"] = draw(st.sampled_from(["average", "sum"]))
     if family == "laguna":
         chosen["moe_router_logit_softcapping"] = draw(st.sampled_from([0.0, 2.0]))
     if family == "glm4_moe":
@@ -326,6 +357,9 @@ def settings_of_models(
         "laguna",
         "afmoe",
         "sarvam_mla",
+        "mistral4",
+        "mimo_v2_flash",
+        "cohere2_moe",
     ):
         chosen["attention_bias"] = draw(st.booleans())
     if family in (*LINEAR_ATTENTION, *CONVOLUTIONS, "kimi_linear"):
@@ -359,6 +393,9 @@ def settings_of_models(
     if family in LATENT_ATTENTION:
         chosen |= _latent(draw, family, multiple) | dict(num_key_value_heads=heads)
         del chosen["head_dim"]
+    if family == "mimo_v2_flash":
+        chosen |= dict(v_head_dim=multiple * draw(st.integers(1, 3)), num_attention_heads=2 * heads)
+        chosen["attention_value_scale"] = draw(st.sampled_from([0.6, 1.0]))
     if family == "minicpm3":
         chosen |= {name: draw(st.sampled_from([0.8, 3.0])) for name in ("scale_emb", "scale_depth")}
         chosen["dim_model_base"] = draw(st.sampled_from([4, 16]))
@@ -367,8 +404,10 @@ def settings_of_models(
         chosen["activation_function"] = draw(st.sampled_from(["relu", "gelu"]))
     if family == "cohere":
         chosen["use_qk_norm"] = draw(st.booleans())
-    if family in ("cohere", "cohere2"):
-        chosen |= dict(layer_norm_eps=chosen["rms_norm_eps"], logit_scale=draw(st.sampled_from([0.06, 1.0])))
+    if family in ("cohere", "cohere2", "cohere2_moe"):
+        chosen |= dict(
+            layer_norm_eps=chosen.pop("rms_norm_eps"), logit_scale=draw(st.sampled_from([0.06, 1.0]))
+        )
     if family == "ernie4_5":
         chosen["use_bias"] = draw(st.booleans())
     if family == "seed_oss":
@@ -451,6 +490,8 @@ def settings_of_models(
         "kolibri1",
         "laguna",
         "afmoe",
+        "mimo_v2_flash",
+        "cohere2_moe",
         *GEMMA4,
     ):
         types = st.sampled_from(["sliding_attention", "full_attention"])

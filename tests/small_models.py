@@ -25,6 +25,7 @@ from drot.model.families import FAMILIES as DECLARED
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases, LayerRotation, around_ones
 from drot.model.sizes import HeadShape
+from drot.model.whole import language_config
 
 #: mixtures of experts
 MIXTURES = [
@@ -58,7 +59,7 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
     for types in ("layer_types", "mlp_layer_types"):  # a config with other layers than their types is refused
         if settings.get(types):
             settings[types] = settings[types][-settings["num_hidden_layers"] :]
-    config = AutoConfig.for_model(family.partition("-")[0], **settings)
+    config = language_config(AutoConfig.for_model(family.partition("-")[0], **settings))
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

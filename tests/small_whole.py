@@ -23,6 +23,7 @@ IMAGE = 95
 #: model that reads images → its language model in small_models, and the entries of its config
 WHOLE = {
     "mistral3": ("ministral3", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
+    "mistral3-experts": ("mistral4", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
     "gemma3": (
         "gemma3_text",
         dict(vision_config=SIGLIP, mm_tokens_per_image=1, image_token_index=IMAGE, image_token_id=IMAGE),
@@ -53,6 +54,13 @@ WHOLE = {
             image_token_id=IMAGE,
         ),
     ),
+    "qwen3_vl_moe": (
+        "qwen3_moe",
+        dict(
+            vision_config=QWEN | dict(depth=2, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+            image_token_id=IMAGE,
+        ),
+    ),
     "qwen3_5": (
         "qwen3_5_text",
         dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE),
@@ -68,13 +76,13 @@ def small_whole(model_type: str, **changes: Any) -> Any:
     """A random model that reads images too. changes: of the config of its language model."""
     text_type, entries = WHOLE[model_type]
     text = small_model(text_type).config.to_dict() | changes
-    if model_type == "qwen3_5_moe":
-        text["moe_intermediate_size"] = 16  # which blocks of 16 divide
+    if model_type in ("qwen3_5_moe", "qwen3_vl_moe", "mistral3-experts"):
+        text["moe_intermediate_size"] = 16 if model_type == "qwen3_5_moe" else 48  # which blocks of 16 divide
     if model_type == "gemma3":
         del text["final_logit_softcapping"]  # with images it has none
-    if model_type in ("qwen2_5_vl", "qwen3_vl"):
+    if model_type in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
         text |= {"model_type": f"{model_type}_text"}
-        sections = [2, 3, 3] if model_type == "qwen3_vl" else [1, 1, 2]  # half of a head
+        sections = [1, 1, 2] if model_type == "qwen2_5_vl" else [2, 3, 3]  # half of a head
         rope = changes.get("rope_parameters", {"rope_type": "default"})
         text["rope_parameters"] = {"rope_theta": 1e4, "mrope_section": sections} | rope
     tied = bool(text.get("tie_word_embeddings"))
@@ -93,18 +101,23 @@ def save_small_whole(folder: Path, model_type: str, **changes: Any) -> Path:
     """Writes a random model that reads images too to `folder`, with a tokenizer and a file of a processor."""
     model = small_whole(model_type, **changes)
     model.save_pretrained(folder)
-    if model_type == "qwen3_5_moe":
-        hold_experts_together(folder, model)
+    if model_type in ("qwen3_5_moe", "qwen3_vl_moe"):
+        hold_experts_together(folder, model, swapped=model_type == "qwen3_vl_moe")
     letter_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"size": 28}\n')
     return folder
 
 
-def hold_experts_together(folder: Path, model: Any) -> None:
-    """Rewrites the weights in `folder` as they are published: the experts of a layer lie in one tensor."""
+def hold_experts_together(folder: Path, model: Any, *, swapped: bool = False) -> None:
+    """Rewrites the weights in `folder` as they are published: the experts of a layer lie in one tensor.
+
+    swapped: as [experts, in, out].
+    """
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: each for name, each in tensors.items() if ".mlp.experts." not in name}
-    tensors |= {name: each for name, each in model.state_dict().items() if ".mlp.experts." in name}
+    for name, each in model.state_dict().items():
+        if ".mlp.experts." in name:
+            tensors[name] = each.mT.contiguous() if swapped else each
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -126,7 +139,7 @@ def image_and_text(model_type: str) -> dict[str, torch.Tensor]:
             "image_position_ids": places,
             "mm_token_type_ids": kinds,
         }
-    if model_type == "mistral3":  # it fails on an image of one token
+    if model_type.startswith("mistral3"):  # it fails on an image of one token
         tokens[0, 6] = IMAGE
         pixels = torch.randn(1, 3, 56, 28, generator=random)
         return {"input_ids": tokens, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 28]])}

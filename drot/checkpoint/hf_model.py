@@ -38,7 +38,7 @@ from drot.checkpoint.quantization_config import (
     format_of,
 )
 from drot.checkpoint.recount import recount
-from drot.checkpoint.source import check_headers, read_headers
+from drot.checkpoint.source import check_headers, read_headers, shapes_of
 from drot.checkpoint.stored_config import write_stored_form
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
@@ -48,7 +48,7 @@ from drot.model.decoder import DecoderModel
 from drot.model.experts import ReplacedExperts
 from drot.model.mixins import Mixin, mix
 from drot.model.stored import follow_files
-from drot.model.whole import WHOLE_MODELS, language_config, stored_names
+from drot.model.whole import WHOLE_MODELS, experts_in_files, language_config, stored_names
 from drot.sparse.fused import fuse
 from drot.sparse.linear import NOT_TRAINABLE, compresses, is_packed, packed_weights
 from drot.sparse.packed import check_packed, compress_model, unpack_model
@@ -296,7 +296,9 @@ class DrotQuantizer(HfQuantizer):
             if self.whole:
                 names = stored_names(headers, text.config.model_type)
                 headers = {own: each for name, each in headers.items() if (own := names.own(name))}
-            follow_files(text, headers, together=self.whole)
+            follow_files(
+                text, shapes_of(headers), experts_in_files(model.config.model_type if self.whole else None)
+            )
             check_headers(text, headers, dtypes=STORED_DTYPES)
         return model
 

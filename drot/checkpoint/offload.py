@@ -39,6 +39,7 @@ from drot.checkpoint.source import (
     check_headers,
     gguf_file,
     model_folder,
+    shapes_of,
     stored_state,
 )
 from drot.checkpoint.whole import Whole
@@ -47,13 +48,13 @@ from drot.core.hashes import Ends, ends_of
 from drot.machine.devices import parse_dtype
 from drot.machine.memory import available_memory, return_large_blocks
 from drot.model.boundary import check_rotations
-from drot.model.decoder import EXPERTS_TOGETHER, DecoderModel
+from drot.model.decoder import EXPERTS_IN_FILES, DecoderModel
 from drot.model.dtypes import stored_dtype
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import module_at
 from drot.model.stored import follow_files, stored_tensors
-from drot.model.whole import WRITERS, prepare
+from drot.model.whole import WRITERS, experts_in_files, prepare
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_weights
 from drot.sparse.packed import check_packed_tensors
@@ -144,18 +145,28 @@ class DiskWeights:
         return all(torch.equal(first, other) for other in others)
 
     def _read(self, targets: Mapping[str, Tensor], first: int = 0) -> None:
-        """Reads tensors into contiguous tensors on any device, which may have another dtype.
+        """Reads tensors into tensors on any device, which may have another dtype.
 
         first: the value of a tensor with which its target begins.
         """
         for name, target in targets.items():
             header = self._headers[self._name(name)]
-            if isinstance(header, Quantised):
-                header.read(self._reader, target, first)
-            else:
-                dtype = DTYPES[header.dtype]
-                self._reader.read(target, header.file, header.start + first * dtype.itemsize, dtype)
+            if target.is_contiguous():
+                self._read_values(header, target, first)
+            else:  # of all experts, in files that hold them swapped
+                for index, of_expert in enumerate(target):
+                    values = torch.empty(of_expert.shape, dtype=target.dtype, device=target.device)
+                    self._read_values(header, values, first + index * values.numel())
+                    of_expert.copy_(values)
             refuse_not_finite(self._path, name, target)
+
+    def _read_values(self, header: Header, target: Tensor, first: int) -> None:
+        """Reads values of a tensor from value `first` on into a contiguous tensor."""
+        if isinstance(header, Quantised):
+            header.read(self._reader, target, first)
+        else:
+            dtype = DTYPES[header.dtype]
+            self._reader.read(target, header.file, header.start + first * dtype.itemsize, dtype)
 
 
 def open_skeleton(
@@ -190,7 +201,7 @@ def open_skeleton(
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
             _keep_in_fp32(model, chosen)
-            follow_files(model, headers, together=whole_type(folder) is not None)
+            follow_files(model, shapes_of(headers), experts_in_files(whole_type(folder)))
             if (held := drot_config_of(config)) is not None:
                 expect_stored(model, held)
                 check_headers(model, headers, STORED_DTYPES)
@@ -228,8 +239,7 @@ def _weights_of(path: str | Path, model: Any, headers: Mapping[str, Header], fol
 
         return DiskWeights(path, headers, stored)
     model.drot_whole = Whole(folder, names)
-    shapes = {name: header.shape for name, header in headers.items()}
-    prepare(model, names, family_of(model.config).layers, shapes)
+    prepare(model, names, family_of(model.config).layers, shapes_of(headers))
     return DiskWeights(path, {names.stored(name): each for name, each in headers.items()}, names.stored)
 
 
@@ -251,7 +261,7 @@ def load_by_layers(path: str | Path, dtype: str | torch.dtype, *, verify: bool) 
     if tied:
         decoder.head.weight = decoder.embedding.weight
     # a model of text alone from here on
-    for name in ("drot_whole", "stored_layers", EXPERTS_TOGETHER, WRITERS):
+    for name in ("drot_whole", "stored_layers", EXPERTS_IN_FILES, WRITERS):
         if hasattr(model, name):
             delattr(model, name)
     if is_packed(model):

@@ -22,6 +22,7 @@ from drot.checkpoint.source import (
     prediction_layers,
     read_config,
     read_headers,
+    shapes_of,
     stored_state,
     weight_files,
 )
@@ -110,7 +111,7 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
         if config.model_type in FAMILIES and not quantization_config_of(config):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            follow_files(empty, headers)
+            follow_files(empty, shapes_of(headers))
             check_headers(empty, headers)
             refuse_superfluous(path, empty, headers.keys() - stored_state(empty).keys())
     return headers

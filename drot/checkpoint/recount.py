@@ -14,7 +14,7 @@ from torch import Tensor
 from drot.checkpoint.integrity import WEIGHTS
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
 from drot.checkpoint.shards import shard_bytes, shard_names
-from drot.checkpoint.source import read_headers, weight_files
+from drot.checkpoint.source import read_headers, shapes_of, weight_files
 from drot.core.hashes import FileRecord
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
@@ -38,7 +38,9 @@ def recount(folder: Path, model: Any, manifest: CheckpointManifest, before: Chec
     old, new = ({n: r for n, r in m.files.items() if WEIGHTS.fullmatch(n)} for m in (before, manifest))
     if old == new or _same_in_shards(folder, family_of(model.config), old):
         return
-    follow_files(model, read_headers(weight_files(folder)))  # transformers may hold experts otherwise
+    follow_files(
+        model, shapes_of(read_headers(weight_files(folder)))
+    )  # transformers may hold experts otherwise
     zeros, weights = _count(folder, DecoderModel(model))
     manifest.sparsity = sum(zeros.values()) / max(1, sum(weights.values()))
     manifest.evaluations, manifest.saved_again = [], True

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,8 +44,8 @@ LAYER = re.compile(r"layers\.(\d{1,9})\.")
 #: the entries of a config with the number of layers for multi-token prediction; the first counts those behind
 #: the decoder layers
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-#: what the names of their tensors begin with in Qwen3-Next, Qwen3.5 and EXAONE, and in ERNIE
-PREDICTION_PREFIXES = ("mtp.", "model.mtp_")
+#: what the names of their tensors begin with in Qwen3-Next, Qwen3.5 and EXAONE, in ERNIE, and in MiMo
+PREDICTION_PREFIXES = ("mtp.", "model.mtp_", "model.mtp.")
 #: the dtypes in safetensors files that a dense weight may have
 DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
@@ -281,6 +281,11 @@ def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
                 f"{file} is not a complete safetensors file ({quoted(error)}): copy it again"
             ) from None
     return found
+
+
+def shapes_of(headers: Mapping[str, Header]) -> dict[str, list[int]]:
+    """The shapes of tensors by their names."""
+    return {name: header.shape for name, header in headers.items()}
 
 
 def header_bytes(file: Path) -> bytes:

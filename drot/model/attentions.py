@@ -39,6 +39,20 @@ def with_gate(family: Family, gate: str) -> Family:
     return found.with_kinds(lambda one: with_gate(one, gate))
 
 
+def with_value_heads(family: Family) -> Family:
+    """The family whose attention has other sizes of heads for values than for keys.
+
+    drot has no R2 of that size.
+    """
+
+    def resized(one: LinearSpec) -> LinearSpec:
+        if one.path == "self_attn.v_proj":
+            return replace(one, shape=("kv_value", "hidden"))
+        return replace(one, shape=("hidden", "mla_value")) if one.path == "self_attn.o_proj" else one
+
+    return without_r2(family).with_linears(resized).with_kinds(with_value_heads)
+
+
 #: A latent attention (MLA): R1 rotates what reads the stream and what writes it. Norms of the latents follow,
 #: and a head's values lie between its keys in one linear, which no R2 rotates here. Where the queries have no
 #: latent, q_proj takes the place of q_a_proj and q_b_proj.

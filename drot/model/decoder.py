@@ -21,8 +21,9 @@ from drot.model.linear import copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.sizes import head_shape, shares_keys, widths_of
 from drot.model.whole import WRITERS
 
-#: the attribute of a model whose files hold the parameters of all experts of a layer together
-EXPERTS_TOGETHER = "experts_together"
+#: the attribute of a model that says how its files hold the experts of a layer: `apart`, `together` in the
+#: parameters of all experts, or `swapped`, with the last two dimensions of these parameters swapped
+EXPERTS_IN_FILES = "experts_in_files"
 #: the arguments of a layer that each sequence has of its own
 BY_SEQUENCE = {EMBEDDED}
 
@@ -43,8 +44,11 @@ class DecoderModel:
         self.widths = widths_of(model.config, 0)
         modules = self.layer_modules
         families = layer_families(model.config, len(modules))
-        if getattr(model, EXPERTS_TOGETHER, False):
-            families = [dataclasses.replace(family, expert_files=()) for family in families]
+        if (form := getattr(model, EXPERTS_IN_FILES, "apart")) != "apart":
+            families = [
+                dataclasses.replace(family, expert_files=(), swapped_in_files=form == "swapped")
+                for family in families
+            ]
         self.layers = [
             DecoderLayer(
                 layer,

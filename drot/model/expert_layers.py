@@ -45,12 +45,18 @@ MIXTURE = replace(
 
 
 def with_shared_experts(
-    family: Family, path: str, gate: str | None = None, width: Width = "shared"
+    family: Family,
+    path: str,
+    gate: str | None = None,
+    *,
+    width: Width = "shared",
+    weighted: bool = False,
 ) -> Family:
     """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
     with `target="dense"` their outputs make up for the errors of the others.
 
     gate: the module whose sigmoid multiplies their outputs. width: of their outputs of gate and up.
+    weighted: as in `InputGroup`; it is True with a gate.
     """
     mlp = InputGroup(
         name="shared",
@@ -61,7 +67,7 @@ def with_shared_experts(
         ),
     )
     down = LinearSpec(f"{path}.down_proj", ("hidden", width), input="r3", output="r1")
-    shared = InputGroup(name="shared_down", linears=(down,), weighted=gate is not None)
+    shared = InputGroup(name="shared_down", linears=(down,), weighted=weighted or gate is not None)
     unpruned = () if gate is None else ((gate, "post_attention_layernorm"),)
     return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
 

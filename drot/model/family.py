@@ -171,6 +171,7 @@ class Family:
         experts read, and is `unpruned`.
     expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
         empty if the files hold the parameters of all experts.
+    swapped_in_files: whether they hold these parameters as [experts, in, out], with gate above up.
     body: what the names of tensors in files begin with, where those of the model begin with `model.`.
     files: what the names of tensors of a layer begin with → what the files have in its place. The first that
         fits counts.
@@ -216,6 +217,7 @@ class Family:
     experts: str | None = None
     router: str | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
+    swapped_in_files: bool = False
     body: str = "model."
     files: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from drot.model.attentions import hybrid, latent, with_delta_attention, with_gate
+from drot.model.attentions import hybrid, latent, with_delta_attention, with_gate, with_value_heads
 from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, with_mamba, with_short_convolutions
-from drot.model.dense import GEMMA4, LLAMA, between_norms
+from drot.model.dense import COHERE, GEMMA4, LLAMA, between_norms, with_norms
 from drot.model.expert_layers import (
     MIXTURE,
     files_of_experts,
@@ -21,8 +21,9 @@ from drot.model.one_block import NEMOTRON_H
 SHARED = with_shared_experts(MIXTURE, "mlp.shared_experts")
 #: the names in files of the experts of Mixtral, as `expert_files`
 W1_W3_W2 = files_of_experts("block_sparse_moe", "w1", "w3", "w2")
-#: the name in files of the sinks of Flint's attention, as `files`
+#: the names in files of the sinks of an attention, as `files`
 SINKS_OF_FLINT = (("self_attn.sinks", "self_attn.softmax_offset"),)
+SINKS_OF_MIMO = (("self_attn.sinks", "self_attn.attention_sink_bias"),)
 
 #: The experts of Granite, whose files hold those of a layer together.
 GRANITE_MOE = replace(
@@ -199,6 +200,27 @@ MIXTURES = {
         )
     ),
     "sarvam_mla": replace(latent(SHARED), models="Sarvam 105B"),
+    "mistral4": replace(latent(SHARED), models="Mistral Small 4", expert_files=()),
+    "mimo_v2_flash": with_value_heads(
+        replace(
+            MIXTURE,
+            models="MiMo-V2-Flash",
+            files=SINKS_OF_MIMO,
+            kinds=(("dense", replace(LLAMA, files=SINKS_OF_MIMO)),),
+        )
+    ),
+    "cohere2_moe": replace(
+        with_norms(
+            with_shared_experts(MIXTURE, "mlp.shared_experts", weighted=True), *2 * ("input_layernorm",)
+        ),
+        models="Command A+, North Mini Code",
+        layer_norm=True,
+        parallel=True,
+        logits_multiplier="logit_scale",
+        tied_elsewhere=True,
+        kinds=(("dense", COHERE),),
+        required=(("rms_norm_eps", None),),
+    ),
     "deepseek_v32": replace(with_indexer(latent(SHARED)), models="DeepSeek-V3.2"),
     "glm_moe_dsa": replace(
         with_indexer(latent(SHARED), returned=True),

@@ -14,6 +14,8 @@ from drot.core.errors import UserError
 #: latents of queries and of keys and values, and `latent_kv_rope` is that with the part of the keys that RoPE
 #: turns. `mla_query`, `mla_kv` and `mla_value` are heads · head_dim of queries, of keys without RoPE together
 #: with values, and of values. `whole_query` is `mla_query` in a model whose queries have no latent.
+#: `kv_value` and `mla_value` are the widths of the values of the KV heads, and of all heads, where these have
+#: another head_dim than keys.
 #: `latent` is the width of what experts read, and write, that do not read the stream.
 #: `embedded` is the width of the embedding of each token that a layer has of its own.
 #: `convolved` is the width of what a short convolution reads with its two gates. `mamba` is the width of the
@@ -36,6 +38,7 @@ Width = Literal[
     "mla_query",
     "mla_kv",
     "mla_value",
+    "kv_value",
     "whole_query",
     "latent",
     "embedded",
@@ -199,16 +202,25 @@ def head_shape(config: Any, index: int) -> HeadShape:
     heads = config.num_attention_heads
     if (of_layers := getattr(config, "num_attention_heads_per_layer", None)) is not None:
         heads = of_layers[index]
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if config.model_type == "mimo_v2_flash" and config.layer_types[index] == "sliding_attention":
+        kv_heads *= 2
     return HeadShape(
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
 
 
 def mlp_width(config: Any) -> int:
     """The intermediate size of the MLP; 0 in a model whose layers all have experts and that names none."""
-    width = _first_of(config, "shared_intermediate_size", "intermediate_size", "ffn_dim")
+    width = _first_of(
+        config,
+        "shared_intermediate_size",
+        "prefix_dense_intermediate_size",
+        "intermediate_size",
+        "ffn_dim",
+    )
     if getattr(config, "block_auto_adjust_ff_dim", False):  # LFM2 gives its MLP two thirds, rounded up
         width = 2 * width // 3
         if (multiplier := config.block_ffn_dim_multiplier) is not None:
@@ -248,6 +260,7 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
         "convolved": 3 * config.hidden_size,
         **_mamba_widths(config),
         **_latent_widths(config),
+        "kv_value": shape.kv_heads * (getattr(config, "v_head_dim", None) or 0),
     }
 
 

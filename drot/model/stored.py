@@ -1,45 +1,51 @@
 """The tensors of a decoder layer by their names in a checkpoint, where each expert may lie by itself."""
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drot.core.errors import UserError
-from drot.model.decoder import EXPERTS_TOGETHER, DecoderModel
+from drot.model.decoder import EXPERTS_IN_FILES, DecoderModel
 from drot.model.experts import PACKED
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 
 
-def follow_files(model: Any, names: Collection[str], *, together: bool = False) -> None:
-    """Lets a model's tensors of experts have the names of its files, which transformers reads in two forms.
+def follow_files(model: Any, shapes: Mapping[str, Sequence[int]], otherwise: str = "apart") -> None:
+    """Lets a model's tensors of experts have the names and shapes of its files, which have three forms.
 
     The files of a mixture hold each expert by itself (`Family.expert_files`), or the parameters of all
-    experts of a layer, as those of Qwen3.5 MoE do.
+    experts of a layer, as those of Qwen3.5 MoE do, or these as [experts, in, out], as those of Qwen3-VL MoE.
 
-    Raises UserError for files that hold some experts in one form and some in the other.
+    Raises UserError for files that hold experts in several forms.
 
-    names: of the tensors in the files, by those of the model; a saved base model has no prefix.
-    together: which of the two it is if all experts are packed, so that no name says it.
+    shapes: of the tensors in the files, by their names in the model; a saved base model has no prefix.
+    otherwise: the form (`EXPERTS_IN_FILES`) if all experts are packed, so that no name says it.
     """
-    setattr(model, EXPERTS_TOGETHER, False)
+    setattr(model, EXPERTS_IN_FILES, "apart")
     prefix = family_of(model.config).in_files(f"{model.base_model_prefix}.")
-    known = {name if name.startswith(prefix) else prefix + name for name in names}
+    known = {
+        name if name.startswith(prefix) else prefix + name: list(shape) for name, shape in shapes.items()
+    }
     forms = set()
     for layer in DecoderModel(model).layers:
         routed = [linear for linear in layer.linears.values() if linear.spec.expert is not None]
         for linear in routed if layer.family.expert_files else ():
-            of_form = {True: _in_files(layer, linear.spec.path), False: stored_name(layer, linear)}
-            forms |= {form for form, name in of_form.items() if name in known}
+            if stored_name(layer, linear) in known:
+                forms.add("apart")
+            if (shape := known.get(_in_files(layer, linear.spec.path))) is not None:
+                experts, rows, columns = linear.parameter.shape
+                if rows != columns:  # which gate and up are, or else down
+                    forms.add("swapped" if shape == [experts, columns, rows] else "together")
     if len(forms) > 1:
         raise UserError(
-            "the files hold some experts of a layer together and others each by itself: open the model with "
+            "the files hold experts in several forms, together and each by itself: open the model with "
             "transformers and save it again"
         )
-    setattr(model, EXPERTS_TOGETHER, forms.pop() if forms else together)
+    setattr(model, EXPERTS_IN_FILES, forms.pop() if forms else otherwise)
 
 
 def stored_name(layer: DecoderLayer, linear: Linear) -> str:
@@ -82,12 +88,24 @@ def as_dense(layer: DecoderLayer, name: str, weight: Tensor) -> tuple[str, Tenso
         return f"{name}.weight", weight
     path = f"{layer.family.experts}.{name.removeprefix(stored)}"
     (transposed,) = {linear.transposed for linear in layer.family.linears if linear.path == path}
-    return layer.prefix + path, weight.mT if transposed else weight
+    swapped = transposed != layer.family.swapped_in_files
+    return layer.prefix + path, weight.mT if swapped else weight
+
+
+def _swapped(layer: DecoderLayer) -> set[str]:
+    """The names in a checkpoint of the parameters of experts whose last two dimensions it has swapped."""
+    if not layer.family.swapped_in_files:
+        return set()
+    return {_in_files(layer, linear.path) for linear in layer.family.linears if linear.expert is not None}
 
 
 def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
-    """The tensors of the layer by their names in a checkpoint, where each expert may lie by itself."""
+    """The tensors of the layer by their names in a checkpoint, where each expert may lie by itself.
+
+    They are views of the layer's own, some of which are not contiguous.
+    """
     found = {_in_files(layer, name): tensor for name, tensor in layer.module.state_dict().items()}
+    found |= {name: found[name].mT for name in _swapped(layer) if name in found}
     for linear in layer.linears.values():
         if linear.spec.expert is not None and layer.family.expert_files and linear.is_dense:
             found.pop(_in_files(layer, linear.spec.path), None)
@@ -102,6 +120,7 @@ def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
 def load_stored(layer: DecoderLayer, tensors: dict[str, Tensor]) -> None:
     """Loads what `stored_tensors` gave of a layer without packed weights, or with those of `as_dense`."""
     names = {_in_files(layer, name): layer.prefix + name for name in layer.module.state_dict()}
+    tensors = tensors | {name: tensors[name].mT for name in _swapped(layer)}
     own = {names.get(name, name): tensor for name, tensor in tensors.items()}
     for linear in layer.linears.values():
         name = stored_name(layer, linear)

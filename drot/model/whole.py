@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from torch import nn
 
 from drot.core.errors import UserError
@@ -21,9 +22,10 @@ WHOLE_MODELS = {
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4 31B, Gemma 4 26B-A4B, Gemma 4 E4B, Gemma 4 E2B",
     "gemma4_unified": "Gemma 4 12B",
-    "mistral3": "Ministral 3, Mistral Small 3",
+    "mistral3": "Ministral 3, Mistral Small 3, Mistral Small 4",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL with experts",
     "qwen3_5": "Qwen3.5",
     "qwen3_5_moe": "Qwen3.5 MoE",
 }
@@ -45,7 +47,9 @@ LATER_PROJECTORS = re.compile(r"(.*visual\.deepstack_merger_list\.(\d+)\.linear_
 WRITERS = "image_writers"
 #: type of the language model of a whole model → the model that computes the same for text, where the three
 #: positions of a token are the same
-TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+#: type of a language model that transformers opens in a model that reads images alone → its class there
+UNREGISTERED = {"mistral4": "Mistral4ForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,13 @@ class StoredNames:
     def _prefixes(self) -> list[tuple[str, str]]:
         found = [("model.", self.body), ("lm_head.", self.head)]
         return [*found, *((f"{WRITERS}.{index}.", prefix) for index, prefix in enumerate(self.writers))]
+
+
+def experts_in_files(model_type: str | None) -> str:
+    """How the published files of a model hold its experts (`EXPERTS_IN_FILES`)."""
+    if model_type not in WHOLE_MODELS:
+        return "apart"
+    return "swapped" if model_type == "qwen3_vl_moe" else "together"
 
 
 def prepare(model: Any, names: StoredNames, layers: str, shapes: Mapping[str, Iterable[int]]) -> None:
@@ -129,20 +140,22 @@ def stored_names(names: Iterable[str], model_type: str) -> StoredNames:
 def language_config(whole: Any) -> Any:
     """The config of the language model of a model with config `whole`, as a causal language model.
 
-    Of a model that reads text alone, and of another that drot does not know, it is `whole` itself.
+    Of a model that reads text alone, and of another that drot does not know, it is `whole` itself. From here
+    on, transformers' AutoModelForCausalLM knows the language model.
     """
+    text = whole.get_text_config()
+    if (name := UNREGISTERED.get(text.model_type)) is not None:
+        transformers.AutoModelForCausalLM.register(type(text), getattr(transformers, name), exist_ok=True)
     if whole.model_type not in WHOLE_MODELS:
         return whole
-    text = copy.deepcopy(whole.get_text_config())
+    text = copy.deepcopy(text)
     if text.model_type in TEXT_TYPES:
-        from transformers import AutoConfig
-
         entries = {name: value for name, value in text.to_dict().items() if name != "model_type"}
         rope = {name: each for name, each in text.rope_parameters.items() if not name.startswith("mrope_")}
         if rope.get("rope_type") == "mrope":  # the same for text as the default
             rope["rope_type"] = "default"
         entries["rope_parameters"] = rope
-        text = AutoConfig.for_model(TEXT_TYPES[text.model_type], **entries)
+        text = transformers.AutoConfig.for_model(TEXT_TYPES[text.model_type], **entries)
     text.tie_word_embeddings = whole.tie_word_embeddings
     text.dtype = whole.dtype if whole.dtype is not None else text.dtype
     if (entry := getattr(whole, "quantization_config", None)) is not None:

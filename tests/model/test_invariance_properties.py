@@ -19,7 +19,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.25}
 def compute_norms_in_fp64(model):
     """transformers computes every norm of its own in fp32, also in an fp64 model."""
     for module in model.modules():
-        if type(module).__name__ in ("CohereLayerNorm", "Cohere2LayerNorm"):
+        if type(module).__name__ in ("CohereLayerNorm", "Cohere2LayerNorm", "Cohere2MoeLayerNorm"):
 
             def normalised(x, weight=module.weight, eps=module.variance_epsilon):
                 return weight * nn.functional.layer_norm(x, x.shape[-1:], eps=eps)

@@ -319,7 +319,7 @@ def test_the_page_of_families_shows_the_declarations() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_supported_models_are_those_of_the_declarations(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    line = re.search(r"^Supported models: (.*?)\. ", text, re.MULTILINE | re.DOTALL)
+    line = re.search(r"^Supported models: (.*?)\.\s", text, re.MULTILINE | re.DOTALL)
     assert line is not None
     named = re.split(r", | and ", line[1].replace("\n", " "))
     assert named == ", ".join(family.models for family in FAMILIES.values()).split(", ")
