@@ -18,11 +18,15 @@ GEMMA4 |= dict(num_key_value_heads=2, pooling_kernel_size=2, patch_size=4, posit
 AUDIO = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=16)
 AUDIO |= dict(subsampling_conv_channels=[4, 4])
 UNIFIED = dict(patch_size=4, pooling_kernel_size=1, mm_embed_dim=16, mm_posemb_size=8, output_proj_dims=16)
+GLM = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, patch_size=4)
+GLM |= dict(image_size=8)
 #: the token that stands for a part of an image
 IMAGE = 95
 #: model that reads images → its language model in small_models, and the entries of its config
 WHOLE = {
     "mistral3": ("ministral3", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
+    "glm4v": ("glm4", dict(vision_config=GLM, image_token_id=IMAGE)),
+    "glm4v_moe": ("glm4_moe", dict(vision_config=GLM, image_token_id=IMAGE)),
     "mistral3-experts": ("mistral4", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
     "gemma3": (
         "gemma3_text",
@@ -76,14 +80,20 @@ def small_whole(model_type: str, **changes: Any) -> Any:
     """A random model that reads images too. changes: of the config of its language model."""
     text_type, entries = WHOLE[model_type]
     text = small_model(text_type).config.to_dict() | changes
-    if model_type in ("qwen3_5_moe", "qwen3_vl_moe", "mistral3-experts"):
+    if model_type == "glm4v_moe":
+        text["use_qk_norm"] = False  # it has none
+    if model_type in ("qwen3_5_moe", "qwen3_vl_moe", "mistral3-experts", "glm4v_moe"):
         text["moe_intermediate_size"] = 16 if model_type == "qwen3_5_moe" else 48  # which blocks of 16 divide
     if model_type == "gemma3":
         del text["final_logit_softcapping"]  # with images it has none
-    if model_type in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
+    if model_type in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"):
         text |= {"model_type": f"{model_type}_text"}
-        sections = [1, 1, 2] if model_type == "qwen2_5_vl" else [2, 3, 3]  # half of a head
+        sections = [2, 3, 3] if model_type.startswith("qwen3") else [1, 1, 2]  # half of a head
         rope = changes.get("rope_parameters", {"rope_type": "default"})
+        if model_type.startswith("glm"):
+            rope = rope | {"partial_rotary_factor": 0.5}
+        if model_type == "glm4v":
+            sections, text["head_dim"] = [0, 1, 1], text["hidden_size"] // text["num_attention_heads"]
         text["rope_parameters"] = {"rope_theta": 1e4, "mrope_section": sections} | rope
     tied = bool(text.get("tie_word_embeddings"))
     config = AutoConfig.for_model(

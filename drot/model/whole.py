@@ -22,6 +22,8 @@ WHOLE_MODELS = {
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4 31B, Gemma 4 26B-A4B, Gemma 4 E4B, Gemma 4 E2B",
     "gemma4_unified": "Gemma 4 12B",
+    "glm4v": "GLM-4.1V, GLM-4.6V-Flash",
+    "glm4v_moe": "GLM-4.5V, GLM-4.6V",
     "mistral3": "Ministral 3, Mistral Small 3, Mistral Small 4",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
@@ -40,14 +42,25 @@ BODIES = {
 #: what the names of the tensors of a language model begin with, behind `model.`
 PARTS = "layers.", "embed_tokens", "norm.", "per_layer_"
 #: the linear that writes images into the residual stream in front of the first layer
-PROJECTORS = ("multi_modal_projector.linear_2.", "visual.merger.mlp.2.", "visual.merger.linear_fc2.")
+PROJECTORS = (
+    *("multi_modal_projector.linear_2.", "visual.merger.mlp.2.", "visual.merger.linear_fc2."),
+    "visual.merger.down_proj.",
+)
 #: the linears that write them behind layer 0, 1 and so on, with the number of the layer
 LATER_PROJECTORS = re.compile(r"(.*visual\.deepstack_merger_list\.(\d+)\.linear_fc2\.)weight")
 #: the name of the list of these linears in a language model that drot opens to prune it
 WRITERS = "image_writers"
 #: type of the language model of a whole model → the model that computes the same for text, where the three
 #: positions of a token are the same
-TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
+TEXT_TYPES = {
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+}
+#: whole model → how its published files hold the experts of a layer (`EXPERTS_IN_FILES`); others together
+EXPERTS_OF_WHOLE = {"qwen3_vl_moe": "swapped", "glm4v_moe": "apart"}
 #: type of a language model that transformers opens in a model that reads images alone → its class there
 UNREGISTERED = {"mistral4": "Mistral4ForCausalLM"}
 
@@ -93,9 +106,7 @@ class StoredNames:
 
 def experts_in_files(model_type: str | None) -> str:
     """How the published files of a model hold its experts (`EXPERTS_IN_FILES`)."""
-    if model_type not in WHOLE_MODELS:
-        return "apart"
-    return "swapped" if model_type == "qwen3_vl_moe" else "together"
+    return EXPERTS_OF_WHOLE.get(model_type, "together") if model_type in WHOLE_MODELS else "apart"
 
 
 def prepare(model: Any, names: StoredNames, layers: str, shapes: Mapping[str, Iterable[int]]) -> None:
