@@ -20,11 +20,40 @@ AUDIO |= dict(subsampling_conv_channels=[4, 4])
 UNIFIED = dict(patch_size=4, pooling_kernel_size=1, mm_embed_dim=16, mm_posemb_size=8, output_proj_dims=16)
 GLM = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, patch_size=4)
 GLM |= dict(image_size=8)
+TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 #: the token that stands for a part of an image
 IMAGE = 95
 #: model that reads images → its language model in small_models, and the entries of its config
 WHOLE = {
     "mistral3": ("ministral3", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
+    "internvl": (
+        "qwen3",
+        dict(
+            vision_config=TOWER | dict(image_size=[8, 8], patch_size=[4, 4]),
+            image_token_id=IMAGE,
+            downsample_ratio=0.5,
+        ),
+    ),
+    "lfm2_vl": (
+        "lfm2",
+        dict(
+            vision_config=TOWER | dict(num_patches=16, patch_size=4),
+            image_token_id=IMAGE,
+            projector_hidden_size=24,
+            downsample_factor=2,
+        ),
+    ),
+    "exaone4_5": (
+        "exaone4",
+        dict(vision_config=QWEN | dict(num_key_value_heads=2, window_size=8), image_token_id=IMAGE),
+    ),
+    "qwen2_vl": (
+        "qwen2",
+        dict(
+            vision_config=dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=4),
+            image_token_id=IMAGE,
+        ),
+    ),
     "glm4v": ("glm4", dict(vision_config=GLM, image_token_id=IMAGE)),
     "glm4v_moe": ("glm4_moe", dict(vision_config=GLM, image_token_id=IMAGE)),
     "mistral3-experts": ("mistral4", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
@@ -86,7 +115,7 @@ def small_whole(model_type: str, **changes: Any) -> Any:
         text["moe_intermediate_size"] = 16 if model_type == "qwen3_5_moe" else 48  # which blocks of 16 divide
     if model_type == "gemma3":
         del text["final_logit_softcapping"]  # with images it has none
-    if model_type in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"):
+    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"):
         text |= {"model_type": f"{model_type}_text"}
         sections = [2, 3, 3] if model_type.startswith("qwen3") else [1, 1, 2]  # half of a head
         rope = changes.get("rope_parameters", {"rope_type": "default"})
@@ -136,8 +165,16 @@ def image_and_text(model_type: str) -> dict[str, torch.Tensor]:
     tokens = random_tokens(1, 20, vocab=90)
     tokens[0, 5] = IMAGE
     random = torch.Generator().manual_seed(3)
-    if model_type == "gemma3":
-        return {"input_ids": tokens, "pixel_values": torch.randn(1, 3, 28, 28, generator=random)}
+    if model_type in ("gemma3", "internvl"):
+        size = 8 if model_type == "internvl" else 28
+        return {"input_ids": tokens, "pixel_values": torch.randn(1, 3, size, size, generator=random)}
+    if model_type == "lfm2_vl":
+        return {
+            "input_ids": tokens,
+            "pixel_values": torch.randn(1, 4, 3 * 4 * 4, generator=random),
+            "pixel_attention_mask": torch.ones(1, 4, dtype=torch.int),
+            "spatial_shapes": torch.tensor([[2, 2]]),
+        }
     if model_type.startswith("gemma4"):  # 2 × 2 patches become one token; or one patch is one
         patches = 1 if model_type == "gemma4_unified" else 4
         pixels = torch.randn(1, patches, 3 * 4 * 4, generator=random)

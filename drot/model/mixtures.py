@@ -213,7 +213,7 @@ MIXTURES = {
         with_norms(
             with_shared_experts(MIXTURE, "mlp.shared_experts", weighted=True), *2 * ("input_layernorm",)
         ),
-        models="Command A+, North Mini Code",
+        models="North Mini Code, Command A+ (text)",
         layer_norm=True,
         parallel=True,
         logits_multiplier="logit_scale",

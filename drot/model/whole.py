@@ -19,12 +19,16 @@ from drot.model.families import FAMILIES
 
 #: `model_type` of a model that reads images too → published models
 WHOLE_MODELS = {
+    "exaone4_5": "EXAONE 4.5",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4 31B, Gemma 4 26B-A4B, Gemma 4 E4B, Gemma 4 E2B",
     "gemma4_unified": "Gemma 4 12B",
     "glm4v": "GLM-4.1V, GLM-4.6V-Flash",
     "glm4v_moe": "GLM-4.5V, GLM-4.6V",
+    "internvl": "InternVL 3, InternVL 3.5",
+    "lfm2_vl": "LFM2-VL",
     "mistral3": "Ministral 3, Mistral Small 3, Mistral Small 4",
+    "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL with experts",
@@ -40,7 +44,7 @@ BODIES = {
     "model.": "",
 }
 #: what the names of the tensors of a language model begin with, behind `model.`
-PARTS = "layers.", "embed_tokens", "norm.", "per_layer_"
+PARTS = "layers.", "embed_tokens", "norm.", "embedding_norm.", "per_layer_"
 #: the linear that writes images into the residual stream in front of the first layer
 PROJECTORS = (
     *("multi_modal_projector.linear_2.", "visual.merger.mlp.2.", "visual.merger.linear_fc2."),
@@ -53,6 +57,7 @@ WRITERS = "image_writers"
 #: type of the language model of a whole model → the model that computes the same for text, where the three
 #: positions of a token are the same
 TEXT_TYPES = {
+    "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
