@@ -60,11 +60,13 @@ def quantise_files(
     power: bool = False,
     activations: bool = False,
     images: bool = True,
+    compressed: bool = False,
 ) -> dict[str, Tensor]:
     """Rewrites the linears in the files of a small model in FP8, and returns what they stand for in fp64.
 
     block: of the scales; None for one scale of each matrix. images: also the linears that read images.
-    Those of gpt-oss are its experts alone, in MXFP4.
+    compressed: as compressed-tensors names things, with a scale of each row. Those of gpt-oss are its experts
+    alone, in MXFP4.
     """
     torch.manual_seed(0)
     config = json.loads((folder / "config.json").read_text())
@@ -72,22 +74,29 @@ def quantise_files(
     method = "mxfp4" if config["model_type"] == "gpt_oss" else "fp8"
     for name, weight in list(tensors.items()):
         of_experts = ".experts." in name and weight.dim() == 3
-        if ".layers." not in name or not (of_experts or name.endswith("proj.weight")):
-            continue
-        if "vision_tower" in name and not images:
+        beside = any(part in name for part in ("vision_tower", "projector", "visual."))
+        linear = weight.dim() == 2 and ((".layers." in name and name.endswith("proj.weight")) or beside)
+        if not (of_experts or linear) or (beside and not images):
             continue
         if method == "mxfp4":
             if of_experts:
                 del tensors[name]
                 tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dense[name] = in_mxfp4(weight)
             continue
+        if compressed:
+            block = 1, weight.shape[-1]
         own = block or (weight.shape[-2] // 2 if "gate_up" in name else weight.shape[-2], weight.shape[-1])
         tensors[name], scales, dense[name] = in_fp8(weight, own, power=power)
-        tensors[f"{name}_scale_inv"] = scales.squeeze() if block is None and scales.dim() == 2 else scales
+        tensors[f"{name}_scale" + "_inv" * (not compressed)] = (
+            scales.squeeze() if block is None and scales.dim() == 2 else scales
+        )
         if activations:
-            tensors[f"{name.removesuffix('.weight')}.activation_scale"] = torch.tensor(0.5)
+            module = name.removesuffix(".weight")
+            tensors |= {f"{module}.{of}": torch.tensor(0.5) for of in ("activation_scale", "k_scale")}
     entry: dict[str, Any] = {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
-    if method == "fp8":
+    if compressed:
+        entry |= {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    elif method == "fp8":
         entry |= {"fmt": "e4m3", "activation_scheme": "static" if activations else "dynamic"}
         entry |= {"weight_block_size": block and list(block)}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -232,6 +232,7 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     elif family in (*GROUPED, "deepseek_v2"):
         chosen["first_k_dense_replace"] = draw(st.integers(0, layers))
     if family == "cohere2_moe":
+        chosen["rms_norm_eps"] = draw(st.sampled_from([None, 1e-6]))
         chosen["prefix_dense_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
         chosen["expert_selection_fn"] = draw(st.sampled_from(["softmax", "sigmoid"]))
         chosen["shared_expert_combination_strategy"] = draw(st.sampled_from(["average", "sum"]))

@@ -628,6 +628,7 @@ FAMILIES: dict[str, dict] = {
         num_shared_experts=1,
         shared_expert_combination_strategy="sum",
         expert_selection_fn="sigmoid",
+        rms_norm_eps=1e-6,
         logit_scale=3.0,
         pad_token_id=2,
         attention_bias=True,

@@ -8,9 +8,9 @@ import torch
 from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transformers
 from drot.checkpoint.quantization_config import (
     QUANT_METHOD,
-    is_readable,
     quantised_by,
     quantization_config_of,
+    reads_quantised,
 )
 from drot.config.recipe_file import MANIFEST
 from drot.core.errors import UserError
@@ -40,7 +40,7 @@ def describe_model(name: str) -> dict[str, Any]:
     if (text := whole.get_text_config()) is not whole:
         found["text_model"] = text.model_type
     if method := quantised_by(config):
-        found |= {"quantised": method, "readable": is_readable(config)}
+        found |= {"quantised": method, "readable": reads_quantised(config)}
     if found["supported"]:
         family = declared(config)
         found["models"] = family.models

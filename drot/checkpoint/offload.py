@@ -119,7 +119,9 @@ class DiskWeights:
         """
         for name, parameter in module.named_parameters():
             header = self._headers.get(self._name(name))
-            stored = parameter.dtype if header is None else DTYPES[header.dtype]
+            if header is None or isinstance(header, Quantised):
+                continue
+            stored = DTYPES[header.dtype]
             if stored.itemsize < parameter.dtype.itemsize:
                 parameter.data = parameter.data.to(stored)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drot.checkpoint.quantised import dense_headers, formats_of
-from drot.checkpoint.quantization_config import drot_config_of, is_readable, quantization_config_of
+from drot.checkpoint.quantization_config import drot_config_of, quantization_config_of, reads_quantised
 from drot.checkpoint.source import (
     PREDICTION_LAYERS,
     PREDICTION_PREFIXES,
@@ -33,7 +33,7 @@ from drot.machine.finite import is_finite
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
 from drot.model.stored import follow_files
-from drot.model.whole import WHOLE_MODELS, StoredNames, language_config, stored_names
+from drot.model.whole import WHOLE_MODELS, StoredNames, experts_in_files, language_config, stored_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ def load_config(path: str | Path) -> Any:
     Of a model that drot makes dense while it reads it, it is that of the dense model.
     """
     config = language_config(load_whole_config(path))
-    if is_readable(config):
+    if reads_quantised(config):
         del config.quantization_config
     return config
 
@@ -111,7 +111,7 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
         if config.model_type in FAMILIES and not quantization_config_of(config):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            follow_files(empty, shapes_of(headers))
+            follow_files(empty, shapes_of(headers), experts_in_files(whole_type(folder)))
             check_headers(empty, headers)
             refuse_superfluous(path, empty, headers.keys() - stored_state(empty).keys())
     return headers

@@ -2,18 +2,19 @@
 
 | format | models | the numbers of a weight in the files | its scales |
 |---|---|---|---|
-| FP8 | DeepSeek, MiniMax, Mistral | e4m3, [..., out, in] | of each block of a matrix, or of a whole matrix |
+| FP8 | DeepSeek, MiniMax, Mistral, GLM | e4m3, [..., out, in] | of each block or row of a matrix, or of all |
 | MXFP4 | gpt-oss | e2m1, two in a byte, [experts, out, in/32, 16] | of 32 inputs |
 
 A number times its scale is computed in fp32, and rounded once to the dtype of the model.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import BaseModel, Field
@@ -24,18 +25,25 @@ from drot.checkpoint.source import CONFIG, DENSE_DTYPES, Header, read_config
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
 
-#: `quant_method` of the models that are read so
-READABLE = ("fp8", "mxfp4")
-#: the ends of the names of scales in FP8, and of what computes with activations in FP8 alone
-OF_FP8, OF_ACTIVATIONS = "_scale_inv", "activation_scale"
+#: the formats of `quant_method: compressed-tensors` that are FP8 too
+COMPRESSED = ("float-quantized", "naive-quantized")
+#: the ends of the names of scales in FP8; each is a factor, also where the name says inverse
+OF_FP8 = ("_scale_inv", "_scale")
+#: the ends of the names of scales of what is no weight: activations, and keys and values in a cache
+BESIDE = (
+    "activation_scale",
+    "input_scale",
+    "output_scale",
+    *(f".{of}_scale" for of in ("q", "k", "v", "kv")),
+)
 #: the ends of the names of numbers and scales in MXFP4
 NUMBERS, SCALES = "_blocks", "_scales"
 #: the inputs that share a scale in MXFP4
 GROUP = 32
-#: the numbers of e2m1, by their four bits
+#: the numbers of e2m1 by their four bits
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: the numbers that are made dense at the same time, but for a row or an expert that has more
-AT_ONCE = 2**22
+AT_ONCE = 2**24
 #: the dtypes in safetensors files of scales that are powers of two, 2^(byte - 127)
 POWERS = ("U8", "F8_E8M0")
 
@@ -43,7 +51,7 @@ POWERS = ("U8", "F8_E8M0")
 class Keys(BaseModel):
     """What drot reads of the `quantization_config` of such a model.
 
-    weight_block_size: the rows and columns that share a scale; None where a whole matrix does.
+    weight_block_size: the rows and columns that share a scale; None where rows or a whole matrix do.
     """
 
     weight_block_size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
@@ -67,8 +75,12 @@ class Quantised(Header, ABC):
         """The numbers of a row, or of an expert, which are made dense together."""
 
     @abstractmethod
-    def units(self, reader: PieceReader, first: int, count: int, device: torch.device) -> Tensor:
-        """The dense numbers of `count` units from unit `first` on, in fp32 and in their order."""
+    def read_scales(self, reader: PieceReader, units: range, device: torch.device) -> Tensor:
+        """The scales that `dense` takes for some or all of `units`."""
+
+    @abstractmethod
+    def dense(self, reader: PieceReader, units: range, scales: Tensor, start: int) -> Tensor:
+        """The dense numbers of `units` in fp32, in their order. start: the first unit of `scales`."""
 
     def read(self, reader: PieceReader, target: Tensor, first: int) -> None:
         """Reads the dense numbers from number `first` on into a contiguous tensor on any device.
@@ -76,25 +88,27 @@ class Quantised(Header, ABC):
         Raises UserError as the reader.
         """
         flat, unit = target.view(-1), self.unit
-        stop, step = -(-(first + len(flat)) // unit), max(1, AT_ONCE // unit)
-        for at in range(first // unit, stop, step):
-            dense = self.units(reader, at, min(step, stop - at), target.device).reshape(-1)
+        units = range(first // unit, -(-(first + len(flat)) // unit))
+        scales = self.read_scales(reader, units, target.device)
+        step = max(1, AT_ONCE // unit)
+        for at in units[::step]:
+            part = range(at, min(at + step, units.stop))
+            numbers = self.dense(reader, part, scales, units.start).reshape(-1)
             skipped = max(0, first - at * unit)
-            part = flat[max(0, at * unit - first) :][: len(dense) - skipped]
-            part.copy_(dense[skipped:][: len(part)])
+            into = flat[max(0, at * unit - first) :][: len(numbers) - skipped]
+            into.copy_(numbers[skipped:][: len(into)])
 
-    def _bytes(self, reader: PieceReader, first: int, count: int, device: torch.device) -> Tensor:
-        """`count` bytes of the numbers, from byte `first` on."""
-        found = torch.empty(count, dtype=torch.uint8, device=device)
-        reader.read(found, self.file, self.start + first, torch.uint8)
-        return found
 
-    def _scales(self, reader: PieceReader, first: int, count: int, device: torch.device) -> Tensor:
-        """`count` scales in fp32, from scale `first` on."""
-        dtype = torch.uint8 if self.scales.dtype in POWERS else DENSE_DTYPES[self.scales.dtype]
-        found = torch.empty(count, device=device)
-        reader.read(found, self.scales.file, self.scales.start + first * dtype.itemsize, dtype)
-        return (found - 127).exp2() if dtype == torch.uint8 else found
+def _bytes(reader: PieceReader, header: Header, first: int, count: int, device: torch.device) -> Tensor:
+    """`count` bytes of a tensor, from byte `first` on."""
+    found = torch.empty(count, dtype=torch.uint8, device=device)
+    reader.read(found, header.file, header.start + first, torch.uint8)
+    return found
+
+
+def _power(scales: Tensor) -> Tensor:
+    """The powers of two that bytes stand for, in fp32."""
+    return (scales.float() - 127).exp2()
 
 
 @dataclass(frozen=True)
@@ -108,18 +122,22 @@ class Fp8(Quantised):
     def unit(self) -> int:
         return self.shape[-1]
 
-    def units(self, reader: PieceReader, first: int, count: int, device: torch.device) -> Tensor:
-        numbers = self._bytes(reader, first * self.unit, count * self.unit, device)
-        scales = self._scales(reader, 0, math.prod(self.scales.shape), device)
+    def read_scales(self, reader: PieceReader, units: range, device: torch.device) -> Tensor:
+        count = math.prod(self.scales.shape)
+        if self.scales.dtype in POWERS:
+            found = _power(_bytes(reader, self.scales, 0, count, device))
+        else:
+            found = torch.empty(count, device=device)
+            reader.read(found, self.scales.file, self.scales.start, DENSE_DTYPES[self.scales.dtype])
+        return found.view(-1, -(-self.unit // self.block[1]))  # a row for the rows of each block
+
+    def dense(self, reader: PieceReader, units: range, scales: Tensor, start: int) -> Tensor:
+        numbers = _bytes(reader, self, units.start * self.unit, len(units) * self.unit, scales.device)
         rows, below = self.shape[-2], -(-self.shape[-2] // self.block[0])
-        row = torch.arange(
-            first, first + count, device=device
-        )  # of all matrices, which lie one below the other
-        of_rows = scales.view(-1, -(-self.unit // self.block[1]))[
-            row // rows * below + row % rows // self.block[0]
-        ]
+        row = torch.arange(units.start, units.stop, device=scales.device)  # matrices lie one below the other
+        of_rows = scales[row // rows * below + row % rows // self.block[0]]
         of_numbers = of_rows.repeat_interleave(self.block[1], 1)[:, : self.unit]
-        return numbers.view(torch.float8_e4m3fn).float().view(count, self.unit) * of_numbers
+        return numbers.view(torch.float8_e4m3fn).float().view(of_numbers.shape).mul_(of_numbers)
 
 
 @dataclass(frozen=True)
@@ -132,40 +150,75 @@ class Mxfp4(Quantised):
     def unit(self) -> int:
         return math.prod(self.shape[1:])
 
-    def units(self, reader: PieceReader, first: int, count: int, device: torch.device) -> Tensor:
-        _, inputs, outputs = self.shape
-        numbers = self._bytes(reader, first * self.unit // 2, count * self.unit // 2, device)
+    def read_scales(self, reader: PieceReader, units: range, device: torch.device) -> Tensor:
         groups = self.unit // GROUP
-        scales = self._scales(reader, first * groups, count * groups, device)
-        of_bits = torch.tensor(E2M1, device=device)
-        pairs = torch.stack((of_bits[(numbers & 15).int()], of_bits[(numbers >> 4).int()]), -1)
-        return (pairs.view(-1, GROUP) * scales.unsqueeze(1)).view(count, outputs, inputs).mT
+        found = _bytes(reader, self.scales, units.start * groups, len(units) * groups, device)
+        return found.view(len(units), groups)
+
+    def dense(self, reader: PieceReader, units: range, scales: Tensor, start: int) -> Tensor:
+        _, inputs, outputs = self.shape
+        numbers = _bytes(
+            reader, self, units.start * self.unit // 2, len(units) * self.unit // 2, scales.device
+        )
+        own = _power(scales[units.start - start : units.stop - start])
+        found = _pairs(scales.device)[numbers.int()].view(-1, GROUP).mul_(own.view(-1, 1))
+        return found.view(len(units), outputs, inputs).mT
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two numbers of e2m1 of each byte, of which the lower half comes first."""
+    return torch.tensor([(first, second) for second in E2M1 for first in E2M1], device=device)
+
+
+def entry_of(config: dict[str, Any]) -> dict[str, Any]:
+    """`quantization_config` in a config.json; {} if there is none.
+
+    A model that reads images too may name it in the config of its language model alone.
+    """
+    text = config.get("text_config")
+    own = text.get("quantization_config") if isinstance(text, dict) else None
+    return config.get("quantization_config") or own or {}
+
+
+def is_readable(entry: dict[str, Any]) -> bool:
+    """Whether drot reads weights that are quantised as `entry`, a `quantization_config`, says."""
+    method = entry.get("quant_method")
+    compressed = method == "compressed-tensors" and entry.get("format") in COMPRESSED
+    return compressed or method in ("fp8", "mxfp4")
 
 
 def is_quantised(folder: Path) -> bool:
-    """Whether config.json in `folder` says that the weights are in FP8 or MXFP4."""
-    return (read_config(folder).get("quantization_config") or {}).get("quant_method") in READABLE
+    """Whether drot makes the weights of the model in `folder` dense while it reads them."""
+    return is_readable(entry_of(read_config(folder)))
 
 
 def dense_headers(headers: dict[str, Header], folder: Path) -> dict[str, Header]:
     """`headers` with those of dense weights in place of those of numbers and scales in FP8 and MXFP4.
 
-    Raises UserError for numbers and scales that do not fit each other.
+    Raises UserError for numbers and scales that do not fit each other, and for numbers without scales.
 
-    headers: of the files of the model in `folder`. They stay as they are if config.json names no such format.
+    headers: of the files of the model in `folder`. They stay as they are if it is not quantised so.
     """
-    if not is_quantised(folder):
+    entry = entry_of(read_config(folder))
+    if not is_readable(entry):
         return headers
-    entry = read_config(folder)["quantization_config"]
     block = check_schema(Keys, entry, f"{folder / CONFIG}: quantization_config").weight_block_size
-    found = {name: header for name, header in headers.items() if not name.endswith(OF_ACTIVATIONS)}
+    found = {name: header for name, header in headers.items() if not name.endswith(BESIDE)}
     for name, header in headers.items():
-        if header.dtype == "F8_E4M3" and (scales := found.pop(name + OF_FP8, None)) is not None:
-            found[name] = _fp8(name, header, scales, block)
         own = name.removesuffix(NUMBERS)
-        if own != name and header.dtype == "U8" and (scales := found.pop(own + SCALES, None)) is not None:
+        if header.dtype.startswith("F8_"):
+            scales = next((name + end for end in OF_FP8 if name + end in found), None)
+            if scales is not None:
+                found[name] = _fp8(name, header, found.pop(scales), block)
+            elif not name.endswith(OF_FP8):
+                raise UserError(
+                    f"{name} is in {header.dtype} without a scale of a name that drot knows: name the model "
+                    "that it was made from, in 16 or 32 bits"
+                )
+        elif own != name and header.dtype == "U8" and own + SCALES in found and own not in headers:
             del found[name]
-            found[own] = _mxfp4(own, header, scales)
+            found[own] = _mxfp4(own, header, found.pop(own + SCALES))
     return found
 
 
@@ -176,15 +229,26 @@ def formats_of(headers: Mapping[str, Header]) -> set[str]:
 
 def _fp8(name: str, numbers: Header, scales: Header, block: tuple[int, int] | None) -> Fp8:
     *matrices, rows, columns = numbers.shape if len(numbers.shape) > 1 else (0, 0)
-    per_row, per_column = scales.shape[-2:] if len(scales.shape) > 1 else (1, 1)
-    rows_of, columns_of = block or (max(1, rows), max(1, columns))
-    if per_row == 2 and rows_of >= rows and rows % 2 == 0:
-        rows_of = rows // 2  # gate and up in one weight have a scale each
-    fits = (-(-rows // rows_of), -(-columns // columns_of)) == (per_row, per_column)
-    fits &= math.prod(scales.shape) == math.prod(matrices) * per_row * per_column
-    if not fits or scales.dtype not in (*DENSE_DTYPES, *POWERS):
-        raise UserError(_misfit(name, numbers, scales, f"in blocks of {rows_of} × {columns_of}"))
-    return Fp8(numbers.file, numbers.shape, "BF16", numbers.start, scales, (rows_of, columns_of))
+    counts = tuple(scales.shape[-2:]) if len(scales.shape) > 1 else (1, 1)
+    sizes = [
+        _rows_of_scale(size, count, of) for size, count, of in zip((rows, columns), counts, block or (0, 0))
+    ]
+    fits = numbers.dtype == "F8_E4M3" and scales.dtype in (*DENSE_DTYPES, *POWERS) and all(sizes)
+    if not fits or math.prod(scales.shape) != math.prod(matrices) * math.prod(counts):
+        raise UserError(
+            _misfit(name, numbers, scales, f"in blocks of {list(block)}" if block else "of rows or all")
+        )
+    return Fp8(numbers.file, numbers.shape, "BF16", numbers.start, scales, (sizes[0], sizes[1]))
+
+
+def _rows_of_scale(size: int, count: int, block: int) -> int:
+    """Of `size` rows or columns with `count` scales, those that share a scale; 0 if they do not fit.
+
+    block: as config.json says; 0 without. Gate and up in one weight may have a scale each in any case.
+    """
+    if block and -(-size // block) == count:
+        return min(block, size)
+    return size // count if count and size % count == 0 and (not block or count <= 2) else 0
 
 
 def _mxfp4(name: str, numbers: Header, scales: Header) -> Mxfp4:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from drot.checkpoint.manifest import Manifest, find_manifest
-from drot.checkpoint.quantised import READABLE
+from drot.checkpoint.quantised import is_readable
 from drot.checkpoint.source import model_folder
 from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
@@ -106,15 +106,15 @@ def quantised_by(config: Any) -> str | None:
     return OTHERS.get(str(method), str(method))
 
 
-def is_readable(config: Any) -> bool:
+def reads_quantised(config: Any) -> bool:
     """Whether drot makes the quantised weights of a model with `config` dense while it reads its files."""
-    return quantization_config_of(config).get("quant_method") in READABLE and config.model_type in FAMILIES
+    return is_readable(quantization_config_of(config)) and config.model_type in FAMILIES
 
 
 def refuse_quantised(config: Any) -> None:
     """Raises UserError for a model that another program has quantised."""
     if method := quantised_by(config):
-        instead = NAME_ITS_FILES if is_readable(config) else NAME_THE_ORIGINAL
+        instead = NAME_ITS_FILES if reads_quantised(config) else NAME_THE_ORIGINAL
         raise UserError(f"this model is quantised ({method}): {instead}")
 
 

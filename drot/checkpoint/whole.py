@@ -111,7 +111,8 @@ class Whole:
             if not config.tie_word_embeddings:
                 part["tie_word_embeddings"] = False
             part |= {entry: 0 for entry in PREDICTION_LAYERS if part.get(entry)}
-        entries.pop("quantization_config", None)
+        for part in (entries, text):
+            part.pop("quantization_config", None)
         if (entry := written.get("quantization_config")) is not None:
             entries["quantization_config"] = entry
         file.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -133,6 +133,8 @@ FAMILIES = {
 def declared(config: Any) -> Family:
     """The entry of FAMILIES for a model with `config`, whose model type must have one."""
     family = FAMILIES[config.model_type]
+    if family.rms_norm is not None and getattr(config, family.rms_norm) is not None:
+        family = replace(family.with_kinds(lambda one: replace(one, layer_norm=False)), layer_norm=False)
     return family if family.experts is None or experts_of(config) else family.without_experts()
 
 

@@ -147,6 +147,7 @@ class Family:
     post_norms: the norms of the outputs of the attention and of the MLP, which the layer then adds.
     norm_offset: what the norms add to their weight before they multiply by it.
     layer_norm: whether the norms subtract the mean, so that only an R1 with R1 1 = 1 commutes with them.
+    rms_norm: the attribute of the config that makes these norms RMSNorms where it is set.
     parallel: whether the MLP reads what the attention reads, and not the stream behind the attention.
     logits_divisor: the attribute of the config by which the model divides its logits.
     logits_multiplier: the attribute of the config by which it multiplies them.
@@ -202,6 +203,7 @@ class Family:
     post_norms: tuple[str, str] | None = None
     norm_offset: float = 0.0
     layer_norm: bool = False
+    rms_norm: str | None = None
     parallel: bool = False
     logits_divisor: str | None = None
     logits_multiplier: str | None = None

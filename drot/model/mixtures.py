@@ -219,7 +219,7 @@ MIXTURES = {
         logits_multiplier="logit_scale",
         tied_elsewhere=True,
         kinds=(("dense", COHERE),),
-        required=(("rms_norm_eps", None),),
+        rms_norm="rms_norm_eps",
     ),
     "deepseek_v32": replace(with_indexer(latent(SHARED)), models="DeepSeek-V3.2"),
     "glm_moe_dsa": replace(

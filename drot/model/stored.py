@@ -14,16 +14,18 @@ from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 
 
-def follow_files(model: Any, shapes: Mapping[str, Sequence[int]], otherwise: str = "apart") -> None:
+def follow_files(model: Any, shapes: Mapping[str, Sequence[int]], published: str = "apart") -> None:
     """Lets a model's tensors of experts have the names and shapes of its files, which have three forms.
 
     The files of a mixture hold each expert by itself (`Family.expert_files`), or the parameters of all
     experts of a layer, as those of Qwen3.5 MoE do, or these as [experts, in, out], as those of Qwen3-VL MoE.
 
-    Raises UserError for files that hold experts in several forms.
+    Raises UserError for files that hold experts in several forms, and for a form that transformers does not
+    read.
 
     shapes: of the tensors in the files, by their names in the model; a saved base model has no prefix.
-    otherwise: the form (`EXPERTS_IN_FILES`) if all experts are packed, so that no name says it.
+    published: the form (`EXPERTS_IN_FILES`) of published files. It is that of these files too if all experts
+        are packed, so that no name says it.
     """
     setattr(model, EXPERTS_IN_FILES, "apart")
     prefix = family_of(model.config).in_files(f"{model.base_model_prefix}.")
@@ -39,13 +41,14 @@ def follow_files(model: Any, shapes: Mapping[str, Sequence[int]], otherwise: str
             if (shape := known.get(_in_files(layer, linear.spec.path))) is not None:
                 experts, rows, columns = linear.parameter.shape
                 if rows != columns:  # which gate and up are, or else down
-                    forms.add("swapped" if shape == [experts, columns, rows] else "together")
-    if len(forms) > 1:
+                    swapped = published == "swapped" and shape == [experts, columns, rows]
+                    forms.add("swapped" if swapped else "together")
+    if len(forms) > 1 or (published == "swapped" and "apart" in forms):
         raise UserError(
-            "the files hold experts in several forms, together and each by itself: open the model with "
-            "transformers and save it again"
+            "the files must hold the experts of a layer together, or each by itself where transformers reads "
+            "that: open the model with transformers and save it again"
         )
-    setattr(model, EXPERTS_IN_FILES, forms.pop() if forms else otherwise)
+    setattr(model, EXPERTS_IN_FILES, forms.pop() if forms else published)
 
 
 def stored_name(layer: DecoderLayer, linear: Linear) -> str:

@@ -139,7 +139,7 @@ def stored_names(names: Iterable[str], model_type: str) -> StoredNames:
     if body is None:
         raise UserError("the files lack embed_tokens.weight of the language model: copy the model again")
     projectors = {
-        name.removesuffix("weight") for name in names for each in PROJECTORS if f"{each}weight" in name
+        name.removesuffix("weight") for name in names for each in PROJECTORS if name.endswith(f"{each}weight")
     }
     writers: list[str] = []
     if FAMILIES[model_type].rotates_stream:

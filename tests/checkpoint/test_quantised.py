@@ -27,7 +27,8 @@ TOKENS = random_tokens(2, 12)
 #: model → how its files are quantised, and what its config has in place of that of the small model
 FORMATS = {
     "deepseek_v3": (dict(), {}),  # 24 + 16 rows and other sizes end in the middle of a block
-    "deepseek_v3-powers": (dict(power=True), {}),
+    "deepseek_v3-powers": (dict(power=True, block=(8, 4)), {}),
+    "glm4_moe": (dict(compressed=True), {}),
     "minimax_m2": (dict(block=(8, 4)), {}),
     "llama-biased": (dict(block=None, activations=True), {}),
     "qwen3_5_moe_text": (dict(block=None), {}),
@@ -74,8 +75,9 @@ def test_it_loads_as_the_dense_model(published):
 def test_transformers_makes_the_same_of_it(published):
     folder, _, _ = published
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] == "deepseek_v3":
-        pytest.skip("transformers takes only sizes that blocks divide")
+    entry = config["quantization_config"]
+    if entry.get("weight_block_size") == [16, 16] or entry["quant_method"] == "compressed-tensors":
+        pytest.skip("transformers takes only sizes that blocks divide, or needs a package")
     settings = FineGrainedFP8Config if config["model_type"] != "gpt_oss" else Mxfp4Config
     try:
         expected = AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings(dequantize=True))
@@ -155,10 +157,16 @@ def test_a_model_in_memory_is_named_by_its_folder():
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
 MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "other blocks": (dict(weight_block_size=[8, 8]), {}, "scales .* must be in blocks of 8 × 8"),
+    "other blocks": (dict(weight_block_size=[8, 8]), {}, r"scales .* must be in blocks of \[8, 8\]"),
     "no blocks": (dict(weight_block_size=[8]), {}, "weight_block_size"),
     "an empty block": (dict(weight_block_size=[0, 8]), {}, "weight_block_size"),
-    "no scales": ({}, {f"{NAME}_scale_inv": None}, f"{NAME} must be of dtype .* got F8_E4M3"),
+    "no scales": ({}, {f"{NAME}_scale_inv": None}, f"{NAME} is in F8_E4M3 without a scale"),
+    "a block beyond the weight": (dict(weight_block_size=[16, 10**12]), {}, "has numbers .* in blocks of"),
+    "no columns": (
+        {},
+        {NAME: torch.ones(32, 0).to(torch.float8_e4m3fn), f"{NAME}_scale_inv": torch.ones(2, 0)},
+        "has numbers",
+    ),
     "other scales": ({}, {f"{NAME}_scale_inv": torch.ones(0, 2)}, f"{NAME} has numbers "),
     "scales of integers": ({}, {f"{NAME}_scale_inv": torch.ones(3, 2, dtype=torch.int32)}, "and I32 scales"),
     "scales without a weight": ({}, {f"{NAME}s_scale_inv": torch.ones(2, 2)}, "does not have, the first is"),
@@ -181,24 +189,34 @@ def test_files_that_do_not_fit_are_refused(case, folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("images", [False, True])
-def test_a_model_that_reads_images_too(images, tmp_path):
+@pytest.mark.parametrize(
+    ("model_type", "images"), [("mistral3", False), ("mistral3", True), ("qwen3_vl_moe", False)]
+)
+def test_a_model_that_reads_images_too(model_type, images, tmp_path):
     """Those published by Mistral leave the part for images as it is; it becomes dense in any case."""
-    folder = save_small_whole(tmp_path / "model", "mistral3", dtype="bfloat16")
+    folder = save_small_whole(tmp_path / "model", model_type, dtype="bfloat16")
     shutil.copytree(folder, tmp_path / "dense")
     weights = quantise_files(folder, images=images)
-    assert any("vision_tower" in name for name in weights) == images
+    assert any("projector" in name for name in weights) == images
+    config = json.loads((folder / "config.json").read_text())
+    if images:  # the entry may stand in the config of the language model alone
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    else:
+        config["text_config"]["quantization_config"] = config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
     stored = load_file(tmp_path / "dense" / "model.safetensors")
     dense = {
-        name: weight.to(torch.bfloat16 if "vision_tower" in name else torch.float32)
+        name: weight.to(torch.float32 if ".layers." in name and "vision" not in name else torch.bfloat16)
         for name, weight in weights.items()
     }
+    dense |= {name: weight.float() for name, weight in weights.items() if "linear_2" in name}  # R1 rotates it
     save_file(stored | dense, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
     for name, source in (("found", folder), ("expected", tmp_path / "dense")):
         prune(source, one_shot(), out=tmp_path / name, save_dtype="float32")
     assert_same_weights(*(saved_tensors(tmp_path / name) for name in ("found", "expected")))
-    entry = json.loads((tmp_path / "found" / "config.json").read_text())["quantization_config"]
-    assert entry["quant_method"] == "drot"
+    config = json.loads((tmp_path / "found" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "drot"
+    assert "quantization_config" not in config["text_config"]
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -211,7 +229,7 @@ def test_it_can_be_made_dense_without_pruning(whole, tmp_path):
     assert convert(folder, tmp_path / "out", "dense") is None
     tensors = saved_tensors(tmp_path / "out")
     for name, weight in weights.items():
-        assert torch.equal(tensors[name], weight.to(torch.bfloat16))
+        assert torch.equal(tensors[name], weight.to(tensors[name].dtype))
     assert not any("scale" in name for name in tensors)
     assert drot.load(tmp_path / "out", device="cpu")(TOKENS).logits.isfinite().all()
     with pytest.raises(UserError, match="is dense already"):

@@ -111,6 +111,7 @@ def test_a_quantised_checkpoint_is_refused_by_name(command, entry, name, tmp_pat
     folder = save_small_model(small_model("llama"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    capsys.readouterr()  # the progress of saving
     line = refused(capsys, command, str(folder), "--out", str(tmp_path / "out"))
     assert f"this model is quantised ({name}): name the model that it was made from" in line
     assert not (tmp_path / "out").exists()
