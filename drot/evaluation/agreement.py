@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.perplexity import exp_of_loss
-from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions
+from drot.evaluation.predictions import Predictions, logits_at_once
 
 #: ranges of positions in a window for which the agreement is given
 POSITION_RANGES = 8
@@ -32,7 +32,7 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
     assert torch.equal(dense.windows, pruned.windows) and dense.vocab == pruned.vocab
     count, seqlen = dense.windows.shape
     found = torch.empty(4, count, seqlen, dtype=torch.float64)
-    for batch in dense.batches(max(1, LOGITS_AT_ONCE // (2 * dense.vocab * seqlen))):
+    for batch in dense.batches(models=2):
         found[:, batch] = _compare(dense.logits(batch), pruned.logits(batch), dense.windows[batch])
         progress(ProgressEvent(phase="evaluate", step=batch.stop, steps=count))
     equal, kl, dense_loss, pruned_loss = found
@@ -66,7 +66,9 @@ def _compare(dense: Tensor, pruned: Tensor, windows: Tensor) -> Tensor:
     of a window mean nothing, because the token behind the window is not known.
     """
     targets = windows.roll(-1, dims=1).flatten().to(dense.device)
-    step = max(1, LOGITS_AT_ONCE // (4 * dense.shape[-1]))  # two log-softmaxes, their exp and a product
+    step = max(
+        1, logits_at_once(dense.device) // (4 * dense.shape[-1])
+    )  # two log-softmaxes, their exp and a product
     parts = []
     for first, second, ids in zip(
         dense.flatten(0, 1).split(step), pruned.flatten(0, 1).split(step), targets.split(step), strict=True
@@ -75,5 +77,5 @@ def _compare(dense: Tensor, pruned: Tensor, windows: Tensor) -> Tensor:
         equal = (first.argmax(-1) == second.argmax(-1)).double()
         kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64)
         losses = [-x.gather(-1, ids[:, None])[:, 0].double() for x in (p, q)]
-        parts.append(torch.stack([equal, kl, *losses]).cpu())
-    return torch.cat(parts, 1).reshape(4, *windows.shape)
+        parts.append(torch.stack([equal, kl, *losses]))
+    return torch.cat(parts, 1).cpu().reshape(4, *windows.shape)

@@ -188,7 +188,7 @@ def _measured(
                 dataclasses.replace(setup, progress=told), dense,
             )  # fmt: skip
         except BrokenModelError as error:
-            yield name, error
+            yield name, error.with_traceback(None)  # whose frames hold the model
 
 
 def _configs(names: Sequence[str], stream: bool) -> dict[str, Any]:

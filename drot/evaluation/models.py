@@ -20,6 +20,7 @@ from drot.machine.devices import is_gpu, parse_dtype
 from drot.machine.memory import available_memory
 from drot.model.families import FAMILIES
 from drot.model.layer import Weights
+from drot.sparse.linear import compresses
 from drot.sparse.packed import compress_model
 
 logger = logging.getLogger("drot")
@@ -39,7 +40,8 @@ class OpenModel:
 def open_model(name: str | Path, dtype: str, *, streamed: bool) -> OpenModel:
     """The model `name` in `dtype` on the CPU. Raises UserError as `drot.load` and `open_skeleton` do."""
     if not streamed:
-        return OpenModel(load(name, device="cpu", dtype=dtype))
+        # `move_models` compresses it, where a GPU has room for both forms
+        return OpenModel(load(name, device="cpu", dtype=dtype, compress=False))
     model, weights, _ = open_skeleton(name, dtype)
     return OpenModel(model, weights)
 
@@ -103,6 +105,6 @@ def move_models(models: list[PreTrainedModel], name: str, device: torch.device) 
         _warn_of_size(name, len(models) > 1, needed, device, free)
     for model in models:
         model.to(torch.device("cpu") if stream else device)  # type: ignore[arg-type]
-        if not stream and (free is None or 2 * needed <= WEIGHTS_SHARE * free):
+        if not stream and compresses() and (free is None or 2 * needed <= WEIGHTS_SHARE * free):
             compress_model(model)  # takes as many bytes as the packed weights
     return stream

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from drot.core.errors import BrokenModelError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.reading import LARGEST_FLOAT
-from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions, predict
+from drot.evaluation.predictions import Predictions, logits_at_once, predict
 from drot.text.names import hub_arguments
 from drot.text.source import read_text, tokenize
 
@@ -91,7 +91,7 @@ def check_logits(model: PreTrainedModel) -> None:
 def _losses(logits: Tensor, windows: Tensor) -> Tensor:
     """The losses [b, seqlen - 1], fp32, of logits [b, seqlen, vocab] for the windows [b, seqlen]."""
     rows, targets = logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten()
-    step = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    step = max(1, logits_at_once(logits.device) // logits.shape[-1])
     parts = [
         nn.functional.cross_entropy(some.float(), ids, reduction="none")
         for some, ids in zip(rows.split(step), targets.split(step), strict=True)

@@ -19,8 +19,14 @@ from drot.model.sizes import check_seqlen
 from drot.sparse.fused import fused_layer
 from drot.sparse.linear import is_packed
 
-#: largest number of logits in fp32 at the same time, but for those of one window: a CPU is quicker with few
-LOGITS_AT_ONCE = 1 << 22
+#: largest number of logits in fp32 at the same time, but for those of one window: a CPU is quicker with few,
+#: and a GPU with many
+LOGITS_AT_ONCE = {"cpu": 1 << 22, "others": 1 << 26}
+
+
+def logits_at_once(device: torch.device) -> int:
+    """The largest number of logits that are computed at the same time on `device`."""
+    return LOGITS_AT_ONCE["cpu" if device.type == "cpu" else "others"]
 
 
 @dataclass(frozen=True)
@@ -30,17 +36,18 @@ class Predictions:
     windows: token ids [count, seqlen] on the CPU.
     vocab: number of logits for a token.
     logits: function from a slice of b windows to their logits [b, seqlen, vocab], in the model's dtype and on
-        its device. The logits at a position predict the token behind it.
+        `device`. The logits at a position predict the token behind it.
     """
 
     windows: Tensor
     vocab: int
     logits: Callable[[slice], Tensor]
+    device: torch.device
 
-    def batches(self, size: int | None = None) -> Iterator[slice]:
-        """Slices of `size` windows. None is the most within LOGITS_AT_ONCE, at least 1."""
+    def batches(self, models: int = 1) -> Iterator[slice]:
+        """Slices of as many windows as `logits_at_once` allows for the logits of `models`, at least 1."""
         count, seqlen = self.windows.shape
-        step = size or max(1, LOGITS_AT_ONCE // (self.vocab * seqlen))
+        step = max(1, logits_at_once(self.device) // (models * self.vocab * seqlen))
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -95,14 +102,15 @@ def predict(
     windows, home = windows_of(tokens, seqlen), next(model.parameters()).device
     if stream_to is not None:
         decoder = DecoderModel(model, weights=weights)
-        return Predictions(windows, config.vocab_size, _streamed(decoder, windows, stream_to, progress))
+        logits_of = _streamed(decoder, windows, stream_to, progress)
+        return Predictions(windows, config.vocab_size, logits_of, stream_to)
 
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:
         out: Tensor = model(windows[batch].to(home), use_cache=False).logits
         return out
 
-    return Predictions(windows, config.vocab_size, logits)
+    return Predictions(windows, config.vocab_size, logits, home)
 
 
 @torch.no_grad()

@@ -203,14 +203,14 @@ def _needed(run: RunContext, *, keeps: bool = False) -> int:
 
 
 def _load(run: RunContext, state: RunState | None, layer: DecoderLayer) -> None:
-    """Brings a pruned layer to the device of the run, in the dtype of its computation."""
+    """Brings a pruned layer to the device of the run, in the dtypes of its computation."""
     if run.model.is_skeleton:
         assert state is not None, "a skeleton's layers are in the state of the run"
         layer.module.to_empty(device=run.device)
         load_stored(layer, state.loaded(part_of(layer), run.device))
     layer.module.to(run.device).requires_grad_(False)
-    for parameter in layer.module.parameters():  # buffers have a dtype of their own
-        parameter.data = parameter.data.to(run.dtype)
+    for name, parameter in layer.module.named_parameters():  # buffers have a dtype of their own
+        parameter.data = parameter.data.to(layer.stored_dtype(layer.prefix + name, run.dtype))
 
 
 @torch.enable_grad()  # the caller may have turned gradients off

@@ -36,7 +36,7 @@ def one_token_at_a_time(dense, other, tokens):
 def test_against_one_token_at_a_time(tokens, monkeypatch, at_once):
     """Also where a chunk of logits is one row, and where a batch has two windows and the last has one."""
     for module in (predictions_module, agreement_module):
-        monkeypatch.setattr(module, "LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(module, "logits_at_once", lambda device: at_once)
     dense, other = small_model("llama"), small_model("llama", seed=1)
     for a, b in zip(other.parameters(), dense.parameters(), strict=True):
         a.copy_(b + 0.2 * (a - b))  # near enough that some next tokens agree

@@ -68,7 +68,7 @@ def test_the_choice_is_the_most_probable_answer():
 
 def test_a_model_that_knows_nothing_chooses_no_right_answer():
     asked = questions(random_tokens(1, 300)[0], 20).flatten(0, 1)
-    same = Predictions(asked, 96, lambda batch: torch.zeros(*asked[batch].shape, 96))
+    same = Predictions(asked, 96, lambda batch: torch.zeros(*asked[batch].shape, 96), torch.device("cpu"))
     assert score(same).accuracy == 0
 
 

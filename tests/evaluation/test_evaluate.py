@@ -1,12 +1,15 @@
 """`drot eval`: what is refused before the weights are loaded, several models, and what is recorded."""
 
+import gc
 import json
 import logging
 import shutil
 import sys
+import weakref
 
 import pytest
 import torch
+from runs import one_shot, prune
 from small_models import random_text, random_tokens, save_small_model, small_model
 
 import drot
@@ -23,6 +26,7 @@ from drot.evaluation.models import loaded_bytes, open_model
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.record import record
 from drot.reporting.demo import HELD_OUT, MODEL
+from drot.sparse.linear import packed_linears
 
 
 @pytest.mark.parametrize(
@@ -273,6 +277,37 @@ def test_a_model_without_a_finite_loss_is_named(own, against):
     with pytest.raises(BrokenModelError, match=message):
         measure(own, *names, against=against and str(own / against), record=True)
     assert len(read_manifest(own / "rotated").evaluations) == (against != "broken")
+
+
+def test_a_broken_model_is_gone_before_the_next_is_opened(own, monkeypatch):
+    broken = small_model("llama")
+    broken.model.norm.weight.fill_(3e38)
+    save_small_model(broken, own / "broken")
+    opened: list[weakref.ref] = []
+
+    def open_and_count(*arguments, **options):
+        gc.collect()
+        assert all(model() is None for model in opened)
+        found = open_model(*arguments, **options)
+        opened.append(weakref.ref(found.model))
+        return found
+
+    monkeypatch.setattr(evaluation, "open_model", open_and_count)
+    with pytest.raises(BrokenModelError):
+        measure(own, "broken", "rotated")
+    assert len(opened) == 2
+
+
+@pytest.mark.parametrize("compresses", ["0", "1"])
+def test_an_evaluation_on_a_gpu_compresses_what_has_room(compresses, tmp_path, monkeypatch):
+    """A packed model keeps no compressed form while it is opened; afterwards as DROT_COMPRESS says."""
+    monkeypatch.setenv("DROT_COMPRESS", compresses)
+    prune(None, one_shot(), out=tmp_path / "packed", format="packed")
+    opened = open_model(tmp_path / "packed", "float32", streamed=False)
+    linears = [linear for _, linear in packed_linears(opened.model)]
+    assert linears and not any(linear.keeps_compressed for linear in linears)
+    evaluated_models.move_models([opened.model], "packed", torch.device("cpu"))
+    assert {linear.keeps_compressed for linear in linears} == {compresses == "1"}
 
 
 def test_the_figures_of_other_models_are_shown_beside_a_broken_one(own, capsys):

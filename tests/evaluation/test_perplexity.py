@@ -22,14 +22,14 @@ def one_token_at_a_time(model, tokens, seqlen):
 @pytest.mark.parametrize("windows", [1, 3, 100])
 @pytest.mark.parametrize("length", [60, 67])
 def test_whole_windows_count_alike(length, windows, monkeypatch):
-    monkeypatch.setattr(predictions, "LOGITS_AT_ONCE", windows * 12 * 96)
+    monkeypatch.setattr(predictions, "logits_at_once", lambda device: windows * 12 * 96)
     tokens = random_tokens(1, length)[0]
     got = perplexity(small_model("llama"), tokens, seqlen=12)
     assert got == pytest.approx(one_token_at_a_time(small_model("llama"), tokens, 12), rel=1e-5)
 
 
 def test_progress_ends_at_the_last_window(monkeypatch):
-    monkeypatch.setattr(predictions, "LOGITS_AT_ONCE", 2 * 12 * 96)
+    monkeypatch.setattr(predictions, "logits_at_once", lambda device: 2 * 12 * 96)
     events = []
     perplexity(small_model("llama"), random_tokens(1, 60)[0], seqlen=12, progress=events.append)
     assert [(event.step, event.steps) for event in events] == [(2, 5), (4, 5), (5, 5)]

@@ -196,6 +196,16 @@ def test_a_resumed_run_may_train_with_other_settings(tmp_path, monkeypatch):
         prune(small_model("llama"), chosen, out=out, resume=True)
 
 
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_routers_in_fp32_are_not_rounded(epochs, tmp_path):
+    """In a run that computes in 16 bits, as on a GPU."""
+    folder = save_small_model(small_model("glm4_moe"), tmp_path / "model")
+    prune(folder, recipe(distill_epochs=epochs), out=tmp_path / "out", dtype="bfloat16")
+    tensors = saved_tensors(tmp_path / "out")
+    routers = [tensor for name, tensor in tensors.items() if name.endswith("mlp.gate.weight")]
+    assert routers and not any(torch.equal(one, one.bfloat16().float()) for one in routers)
+
+
 @pytest.mark.parametrize("room", [2**20, 2**40])
 def test_buffers_keep_their_dtype(room, monkeypatch, tmp_path):
     """The bias of the router of some mixtures is fp32 in a bf16 model."""
