@@ -197,12 +197,6 @@ class CalibrationStream:
                     self.hidden_states[batch], rounded_once(inputs.flatten(0, 1), matrix).view_as(inputs)
                 )
 
-    def rotated_copy(self, matrix: Tensor) -> "CalibrationStream":
-        """A stream with a copy of the hidden states, rotated by `matrix` [d, d]."""
-        copy = self.copy()
-        copy.rotate(matrix)
-        return copy
-
     @torch.no_grad()
     def hessians(
         self,

@@ -3,13 +3,14 @@
 import contextlib
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.calibration.token_weights import TokenWeights
-from drot.checkpoint.records import PlaceOfStates
+from drot.checkpoint.records import DistillationRecord, PlaceOfStates
 from drot.config import ResolvedRecipe
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.memory import return_free_memory
@@ -35,6 +36,7 @@ class RunContext:
     save_dtype: dtype of the weights in the result; None is the dtype of the model.
     weights: where the weights of a skeleton are read from, as in DecoderModel.
     ranks: those that share the work of the run.
+    source: name or folder of the model. tokenizer: that of the model, if there is one.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class RunContext:
         weights: Weights | None = None,
         ranks: Ranks = ALONE,
         distill_tokens: Tensor | None = None,
+        source: str = "",
+        tokenizer: Any = None,
     ) -> None:
-        self.distill_tokens = distill_tokens
-        #: why the text allows no training of all layers together, though it was asked for
-        self.not_distilled: str | None = None
+        self.distill_tokens, self.source, self.tokenizer = distill_tokens, source, tokenizer
+        #: of a training of all layers together that was asked for, and for which the text does not suffice
+        self.left_out: DistillationRecord | None = None
         self.recipe, self.tokens = recipe, tokens
         self.model = DecoderModel(model, route_all=recipe.pruning.route_all, weights=weights)
         self.device, self.ranks = device, ranks

@@ -104,23 +104,25 @@ def run_needs(
     chosen, saved = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
     rotations_given = rotations is not None
     recipe = with_given_r3(recipe, rotations)
-    planned = plan(model, recipe, device=device, rotations_given=rotations_given, format=format)
-    resolved, first, text = planned.recipe, planned.device, planned.recipe.calibration
+    config, first, resolved = plan(
+        model, recipe, device=device, rotations_given=rotations_given, format=format
+    )
+    text = resolved.calibration
     if torchrun.world_size() > 1 and is_gpu(first):
         first = torch.device(first.type, torchrun.local_rank())
-    own = planned.config.dtype or torch.float32
+    own = config.dtype or torch.float32
     chosen, saved = _dtype(computing_dtype(chosen, first), own), _dtype(saved, own)
     known = not resolved.reads_calibration or nsamples is not None
     if not resolved.reads_calibration:
         nsamples = 0
     elif nsamples is None:
-        check_seqlen(text.seqlen, planned.config)
+        check_seqlen(text.seqlen, config)
         if not torchrun.rank():  # the other ranks need not have the text
             check_sources(text.source)
         known = gpus == 1 and not torchrun.rank() and are_files(text.source)
         known = known and not isinstance(model, PreTrainedModel)
         nsamples = len(load_calibration(text, load_tokenizer(model))) if known else text.nsamples
-    sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
+    sizes = sizes_of(DecoderModel(without_weights(config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen
     checkpoint, partial = disk_needs(sizes, resolved, saved)

@@ -8,7 +8,7 @@ from typing import Any
 from drot.checkpoint.importance import save_importance_maps
 from drot.checkpoint.manifest import FORMAT_VERSION, Manifest
 from drot.checkpoint.quantization_config import format_of
-from drot.checkpoint.records import DistillationRecord, MemoryPeak, Seconds
+from drot.checkpoint.records import MemoryPeak, Seconds
 from drot.checkpoint.resume import OWN_TEXT, RunState
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import save_checkpoint
@@ -18,7 +18,6 @@ from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.distill import distilled_part
 from drot.pipeline.identity import calibration_record
-from drot.pipeline.prepare import Prepared
 from drot.pipeline.rotation_files import path_inside
 from drot.pipeline.run import PruningRun
 from drot.pipeline.steps import part_of
@@ -26,19 +25,14 @@ from drot.text.mixture import texts_of
 from drot.text.names import OWN
 
 
-def manifest_of(
-    prepared: Prepared,
-    run: PruningRun,
-    identity: dict[str, Any] | None,
-    state: RunState | None,
-) -> Manifest:
+def manifest_of(run: PruningRun, identity: dict[str, Any] | None, state: RunState | None) -> Manifest:
     """The manifest of a run whose layers are finished, without its files."""
-    context = prepared.context
+    context = run.context
     format, stock = format_of(context.model.model)
     return Manifest.model_validate(
         {
             "format_version": FORMAT_VERSION,
-            "base_model": prepared.source,
+            "base_model": context.source,
             "recipe": context.recipe,
             "calibration": calibration_record(context.tokens),
             "positions": positions_of(context.model.config),
@@ -51,7 +45,7 @@ def manifest_of(
             "relative_logit_error": run.logit_error,
             "hidden_states": context.place_of_states,
             "dense_states_on_device": run.dense_states_on_device,
-            "distillation": run.distillation or _left_out(context),
+            "distillation": run.distillation or context.left_out,
             "versions": versions(),
             "device": device_name(context.device),
             "machine": machine(context.device),
@@ -66,12 +60,6 @@ def manifest_of(
     )
 
 
-def _left_out(context: RunContext) -> DistillationRecord | None:
-    """The record of a training of all layers together for which the text did not suffice."""
-    reason = context.not_distilled
-    return None if reason is None else DistillationRecord(left_out=reason)
-
-
 def _times(context: RunContext, total: float) -> dict[str, Any]:
     seconds = Seconds.model_validate({**context.watch.seconds, "total": total})
     peaks = {step: MemoryPeak.model_validate(peak) for step, peak in context.watch.peaks.items()}
@@ -79,7 +67,6 @@ def _times(context: RunContext, total: float) -> dict[str, Any]:
 
 
 def write_result(
-    prepared: Prepared,
     run: PruningRun,
     manifest: Manifest,
     out: Path | None,
@@ -88,11 +75,11 @@ def write_result(
     started: float,
 ) -> Manifest:
     """Writes the rotations and the checkpoint, where they are wanted; returns the whole manifest."""
-    context = prepared.context
+    context = run.context
     source = context.recipe.calibration.source
 
     def write_rotations(file: Path) -> None:
-        record = {"model": prepared.source, **(manifest.identity or {})}
+        record = {"model": context.source, **(manifest.identity or {})}
         save_rotations(file, run.rotations.values(), record)
 
     inside = path_inside(rotations_out, out)
@@ -120,7 +107,7 @@ def write_result(
     context.report("save")
     written = save_checkpoint(
         context.model.model,
-        prepared.tokenizer,
+        context.tokenizer,
         manifest,
         out,
         scratch=state.folder,

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from drot.checkpoint.load import load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
+from drot.checkpoint.records import DistillationRecord
 from drot.checkpoint.source import gguf_file, model_folder, recorded_name
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.rotation import point_of
@@ -34,24 +34,6 @@ logger = logging.getLogger("drot")
 Model = str | Path | PreTrainedModel
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is known of a run before a text is read and weights are loaded."""
-
-    config: Any
-    device: torch.device
-    recipe: ResolvedRecipe
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a run starts with. source: name or folder of the model."""
-
-    context: RunContext
-    source: str
-    tokenizer: Any
-
-
 def plan(
     model: Model,
     recipe: Recipe,
@@ -62,8 +44,11 @@ def plan(
     rotations_given: bool = False,
     format: str = "dense",
     ranks: Ranks = ALONE,
-) -> Plan:
-    """Resolves the recipe for a model and the device. Raises UserError for what does not fit."""
+) -> tuple[Any, torch.device, ResolvedRecipe]:
+    """The config of the model, the device of this rank, and the resolved recipe.
+
+    No text is read, and no weights are loaded. Raises UserError for what does not fit.
+    """
     found = _own_device(device, ranks)
     if isinstance(model, PreTrainedModel):
         if any(parameter.is_inference() for parameter in model.parameters()):
@@ -107,7 +92,7 @@ def plan(
             "makes another matrix: there its outputs will be wrong. transformers reads both. `mode=none` "
             "leaves them alike", config.model_type,
         )  # fmt: skip
-    return Plan(config, found, resolved)
+    return config, found, resolved
 
 
 def prepare(
@@ -128,7 +113,7 @@ def prepare(
     check: Callable[[ResolvedRecipe], None] = lambda recipe: None,
     progress: Progress,
     ranks: Ranks = ALONE,
-) -> Prepared:
+) -> RunContext:
     """Loads the model and the calibration tokens. Raises UserError for what does not fit.
 
     The arguments are those of `drot.prune`.
@@ -148,7 +133,7 @@ def prepare(
     # a mistake in a dtype is found before the text is read
     dtype, save_dtype = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
     tokens, further = given_tokens(calibration, distillation)
-    planned = ranks.one_after_the_other(
+    config, target, planned = ranks.one_after_the_other(
         lambda: plan(
             model,
             recipe,
@@ -160,21 +145,20 @@ def prepare(
             ranks=ranks,
         )
     )
-    config = planned.config
     if isinstance(model, PreTrainedModel):
         source = recorded_name(getattr(config, "_name_or_path", ""))
     else:
         source, tokenizer = recorded_name(model), tokenizer or load_tokenizer(model)
-    ranks.on_first(lambda: check(planned.recipe))
+    ranks.on_first(lambda: check(planned))
     reader = TextReader(
-        model=model, tokenizer=tokenizer, config=config, device=planned.device, dtype=dtype,
+        model=model, tokenizer=tokenizer, config=config, device=target, dtype=dtype,
         progress=progress, ranks=ranks, own_text=own_text,
     )  # fmt: skip
-    resolved, tokens, further = reader.read(planned.recipe, tokens, further, measures=measures)
+    resolved, tokens, further = reader.read(planned, tokens, further, measures=measures)
     weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
-        chosen = computing_dtype(dtype, planned.device)
+        chosen = computing_dtype(dtype, target)
         folder = model
         if streams and gguf_file(folder) is None:
             model, weights, own = ranks.one_after_the_other(lambda: open_skeleton(folder, chosen))
@@ -185,12 +169,13 @@ def prepare(
     model.eval()  # dropout would change the Hessians
     save_dtype = own if isinstance(save_dtype, str) else save_dtype
     context = RunContext(
-        model, resolved, tokens, planned.device, progress, save_dtype, weights, ranks, further
+        model, resolved, tokens, target, progress, save_dtype, weights, ranks, further, source, tokenizer
     )
-    if planned.recipe.recovery.distill_epochs and not resolved.recovery.distill_epochs:
-        context.not_distilled = "the text has too few sequences beside those of the calibration"
+    if planned.recovery.distill_epochs and not resolved.recovery.distill_epochs:
+        reason = "the text has too few sequences beside those of the calibration"
+        context.left_out = DistillationRecord(left_out=reason)
     context.model.check()
-    return Prepared(context, source, tokenizer)
+    return context
 
 
 def _own_device(name: str | torch.device, ranks: Ranks) -> torch.device:

@@ -45,7 +45,7 @@ from drot.pipeline.distill import lacking
 from drot.pipeline.identity import identity_of_parts, known_before_the_text, run_identity
 from drot.pipeline.memory import state_bytes
 from drot.pipeline.output import manifest_of, write_result
-from drot.pipeline.prepare import Prepared, prepare
+from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import (
     check_rotations_output,
     check_same_rotations,
@@ -141,7 +141,9 @@ def prune(
     started = time.perf_counter()
     is_a("recipe", recipe, Recipe, or_none=True)
     is_a("resume", resume, bool)
-    _check_paths(out=out, rotations=rotations, save_rotations_to=save_rotations_to)
+    paths = {"out": out, "rotations": rotations, "save_rotations_to": save_rotations_to}
+    for name, path in paths.items():
+        is_a(name, path, str, Path, or_none=True)
     recipe = with_given_r3(recipe or Recipe(), rotations)
     check_format(format, recipe.pruning)
     out, rotations_out = (None if path is None else Path(path) for path in (out, save_rotations_to))
@@ -154,7 +156,7 @@ def prune(
             if out is not None and not finished:
                 check_begun(out, known_before_the_text(resolved))
 
-        prepared = prepare(
+        context = prepare(
             model,
             recipe,
             tokenizer=tokenizer,
@@ -172,17 +174,12 @@ def prune(
             ranks=ranks,
         )
         if out is not None and not finished:
-            ranks.on_first(lambda: check_saves(prepared.context.model.model, prepared.tokenizer))
-        prepared.context.watch.seconds["load"] = time.perf_counter() - started
-        _check_trainings(prepared.context)
-        given = None if rotations is None else read_given(prepared.context, Path(rotations))
-        run = PruningRun(prepared.context, given)
-        return _run(run, prepared, out, rotations_out, finished=finished, started=started)
-
-
-def _check_paths(**paths: Any) -> None:
-    for name, path in paths.items():
-        is_a(name, path, str, Path, or_none=True)
+            ranks.on_first(lambda: check_saves(context.model.model, context.tokenizer))
+        context.watch.seconds["load"] = time.perf_counter() - started
+        _check_trainings(context)
+        given = None if rotations is None else read_given(context, Path(rotations))
+        run = PruningRun(context, given)
+        return _run(run, out, rotations_out, finished=finished, started=started)
 
 
 def _check_trainings(context: RunContext) -> None:
@@ -206,8 +203,17 @@ def _check_trainings(context: RunContext) -> None:
 def _enter(
     opened: contextlib.ExitStack, out: Path | None, rotations_out: Path | None, recipe: Recipe, resume: bool
 ) -> bool:
-    """Locks `out` until `opened` ends. Returns whether it holds a finished run that is resumed."""
-    finished = _check_outputs(out, rotations_out, recipe, resume=resume)
+    """Locks `out` until `opened` ends. Returns whether it holds a finished run that is resumed.
+
+    Raises UserError if nothing can be written.
+    """
+    if out is None and resume:
+        raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
+    finished = out is not None and resume and (out / MANIFEST).exists()
+    if out is not None and not finished:
+        check_output(out)
+    if rotations_out is not None:
+        check_rotations_output(rotations_out, recipe, out, resume=resume)
     if out is not None:
         opened.enter_context(locked(out))
         if not finished:
@@ -225,26 +231,8 @@ def _check_same(ranks: Ranks, values: dict[str, Any]) -> None:
             raise UserError(f"all ranks must do the same run: {changed}")
 
 
-def _check_outputs(out: Path | None, rotations_out: Path | None, recipe: Recipe, *, resume: bool) -> bool:
-    """Whether `out` holds a finished run that is resumed. Raises UserError if nothing can be written."""
-    if out is None and resume:
-        raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
-    finished = out is not None and resume and (out / MANIFEST).exists()
-    if out is not None and not finished:
-        check_output(out)
-    if rotations_out is not None:
-        check_rotations_output(rotations_out, recipe, out, resume=resume)
-    return finished
-
-
 def _run(
-    run: PruningRun,
-    prepared: Prepared,
-    out: Path | None,
-    rotations_out: Path | None,
-    *,
-    finished: bool,
-    started: float,
+    run: PruningRun, out: Path | None, rotations_out: Path | None, *, finished: bool, started: float
 ) -> PruneResult:
     """Executes the run and writes its result, or loads the result of a run that is `finished`."""
     context, model, ranks = run.context, run.context.model, run.context.ranks
@@ -254,7 +242,7 @@ def _run(
     identity = run_identity(context, run.given) if out is not None or rotations_out is not None else None
     _check_same(ranks, (identity or {}) | {"versions": versions()})
     if rotations_out is not None:
-        ranks.on_first(lambda: _check_rotations(rotations_out, identity))
+        ranks.on_first(lambda: check_same_rotations(rotations_out, identity or {}))
     if out is not None and identity is not None:
         if finished:
             return ranks.on_first(lambda: _finished_result(out, identity, rotations_out))
@@ -268,18 +256,12 @@ def _run(
                 if context.save_dtype != context.dtype:
                     cast_weights(model.model, context.save_dtype, "save_dtype")
                 as_drot_model(model.model)
-                manifest = manifest_of(prepared, run, identity, state)
-                return write_result(prepared, run, manifest, out, rotations_out, state, started)
+                manifest = manifest_of(run, identity, state)
+                return write_result(run, manifest, out, rotations_out, state, started)
 
         # without a checkpoint, the result is the model in the memory of every rank
         manifest = finish() if out is None else ranks.on_first(finish)
     return PruneResult(None if model.is_skeleton else model.model, manifest, out)
-
-
-def _check_rotations(file: Path, identity: dict[str, Any] | None) -> None:
-    """Raises UserError if `file` holds the rotations of another run."""
-    if file.exists():
-        check_same_rotations(file, identity or {})
 
 
 def _open_state(

@@ -119,7 +119,9 @@ def check_rotations_output(
 
 
 def check_same_rotations(file: Path, identity: dict[str, Any]) -> None:
-    """Raises UserError unless the run with `identity` has written `file`."""
+    """Raises UserError if `file` exists and not the run with `identity` has written it."""
+    if not file.exists():
+        return
     record = read_record(file)
     before = {key: value for key, value in record.items() if key != "model"}
     if identity_differences(before, identity, "the file"):

@@ -116,7 +116,7 @@ def sensitivity(
         sparsity: resolve(recipe.replace(sparsity=sparsity, keep=(), sparsity_of=())).pruning
         for sparsity in measured_sparsities(recipe.pruning)
     }
-    prepared = prepare(
+    run = prepare(
         model,
         recipe,
         tokenizer=tokenizer,
@@ -128,7 +128,6 @@ def sensitivity(
         streams=True,
         progress=progress,
     )
-    run = prepared.context
     with _scratch(run) as state:
         if run.recipe.pruning.token_weights == "gradient":
             run.token_weights = weigh_tokens(run, state)
@@ -141,7 +140,7 @@ def sensitivity(
             used, _ = train_layers(run, state)
         errors, error = _errors(run, used, measured, state)
     figures = {
-        "base_model": prepared.source,
+        "base_model": run.source,
         "calibration": calibration_record(run.tokens),
         "device": device_name(run.device),
         "dtype": dtype_name(run.dtype),
@@ -183,7 +182,9 @@ def _errors(
                 boundary = run.bases.merged(layer.index, rotations)
                 check.pass_through(layer, rotation, boundary)
                 rotated = layer.copy()
-                inputs = stream.rotated_copy(rotation.r1) if run.rotates_stream else stream
+                if run.rotates_stream:
+                    inputs = stream.copy()
+                    inputs.rotate(rotation.r1)
                 rotated.rotate(rotation.to(run.device), boundary, dtype=merging_dtype(run.device))
             errors |= _output_errors(rotated, inputs, measured)
         stream.advance(layer)
