@@ -28,8 +28,6 @@ from drot.text.source import calibration_hash, load_calibration
 
 logger = logging.getLogger("drot")
 
-Tokens = tuple[Tensor | None, Tensor | None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedModel:
@@ -94,47 +92,53 @@ def compare(
     name = manifest.dense_model(model)
     if manifest.recipe.reads_calibration and manifest.recipe.calibration.source == GIVEN_TOKENS:
         raise UserError(f"the run of {folder} was given token ids, so drot cannot prune with them again")
-    pick_device(device, kernels=True)
+    target = pick_device(device, kernels=True)
     tokenizer = load_tokenizer(name)
-    tokens = _tokens(Path(folder), manifest, tokenizer, progress)  # before hours of measuring
+    # before hours of measuring
+    calibration, distillation = _tokens(Path(folder), manifest, tokenizer, progress)
     (figures,) = evaluate(
         [str(folder)], ppl=ppl, against=name, seqlen=seqlen, text_column=text_column, device=device,
         dtype=dtype, record=False, progress=progress,
     )  # fmt: skip
     texts = {source: load_eval_tokens(source, tokenizer, text_column) for source in ppl}
-    plain, *solved = (
-        _pruned(label, recipe, name, tokens, texts, figures, device, dtype, progress)
-        for label, recipe in _baselines(manifest).items()
-    )
+    setup, nothing = Setup(seqlen=figures["seqlen"], device=target, progress=progress), dict.fromkeys(texts)
+
+    def pruned(label: str, recipe: Recipe) -> ComparedModel:
+        """Prunes the dense model with the tokens of the run, and measures it as `folder` was measured."""
+        result = prune(
+            name, recipe, calibration=calibration, distillation=distillation, device=device, dtype=dtype,
+            progress=progress,
+        )  # fmt: skip
+        cast_weights(result.model, parse_dtype(figures["dtype"]))
+        return ComparedModel(
+            name=label,
+            perplexity=measure(OpenModel(result.model), label, None, texts, setup)["perplexity"],
+            gap_closed=nothing,
+            sparsity=result.manifest.sparsity,
+            seconds=result.manifest.seconds.total,
+        )
+
+    plain, *solved = (pruned(label, recipe) for label, recipe in _baselines(manifest).items())
     dense = {source: figures["agreement"][source]["dense_perplexity"] for source in texts}
     if record:
         baselines = {"dense": dense, "not_rotated": plain.perplexity}
         if solved:
             baselines["solver"] = solved[0].perplexity
         record_figures(str(folder), figures | {"baselines": baselines})
-    nothing = dict.fromkeys(texts)
-    own = ComparedModel(
+    compared = ComparedModel(
         name=Path(folder).resolve().name,
         perplexity=figures["perplexity"],
         gap_closed=nothing,
         sparsity=manifest.sparsity,
         seconds=manifest.seconds.total,
     )
-    models = [
-        ComparedModel(name="dense", perplexity=dense, gap_closed=nothing, sparsity=0.0, seconds=None),
-        plain,
-        *(
-            replace(
-                each,
-                gap_closed={
-                    text: gap_closed(dense[text], plain.perplexity[text], each.perplexity[text])
-                    for text in texts
-                },
-            )
-            for each in (*solved, own)
-        ),
-    ]
-    return Comparison(models=models, figures=figures)
+
+    def with_gap(model: ComparedModel) -> ComparedModel:
+        base, own = plain.perplexity, model.perplexity
+        return replace(model, gap_closed={t: gap_closed(dense[t], base[t], own[t]) for t in texts})
+
+    original = ComparedModel(name="dense", perplexity=dense, gap_closed=nothing, sparsity=0.0, seconds=None)
+    return Comparison(models=[original, plain, *map(with_gap, (*solved, compared))], figures=figures)
 
 
 def _baselines(manifest: Manifest) -> dict[str, Recipe]:
@@ -154,7 +158,9 @@ def _baselines(manifest: Manifest) -> dict[str, Recipe]:
     return {name: plain} if same or recipe.rotation.mode == "none" else {name: plain, "+ solver": solved}
 
 
-def _tokens(folder: Path, manifest: Manifest, tokenizer: Any, progress: Progress) -> Tokens:
+def _tokens(
+    folder: Path, manifest: Manifest, tokenizer: Any, progress: Progress
+) -> tuple[Tensor | None, Tensor | None]:
     """The token ids that the run of `folder` read for the calibration, and to train all layers together."""
     recipe, own = manifest.recipe, folder / OWN_TEXT
     if not recipe.reads_calibration:
@@ -174,37 +180,3 @@ def _tokens(folder: Path, manifest: Manifest, tokenizer: Any, progress: Progress
         if calibration_hash(further) != (manifest.identity or {}).get("distillation"):
             logger.warning("the tokens of the training of all layers differ from those of the run")
     return tokens, further
-
-
-def _pruned(
-    label: str,
-    recipe: Recipe,
-    model: str,
-    tokens: Tokens,
-    texts: dict[str, Tensor],
-    figures: dict[str, Any],
-    device: str,
-    dtype: str,
-    progress: Progress,
-) -> ComparedModel:
-    """Prunes `model` with `recipe` and `tokens`, and measures it as `figures` were measured."""
-    calibration, distillation = tokens
-    result = prune(
-        model,
-        recipe,
-        calibration=calibration,
-        distillation=distillation,
-        device=device,
-        dtype=dtype,
-        progress=progress,
-    )
-    cast_weights(result.model, parse_dtype(figures["dtype"]))
-    setup = Setup(seqlen=figures["seqlen"], device=pick_device(device), progress=progress)
-    measured = measure(OpenModel(result.model), label, None, texts, setup)
-    return ComparedModel(
-        name=label,
-        perplexity=measured["perplexity"],
-        gap_closed=dict.fromkeys(texts),
-        sparsity=result.manifest.sparsity,
-        seconds=result.manifest.seconds.total,
-    )
