@@ -29,6 +29,7 @@ from drot.checkpoint.source import (
 from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig, restored
 from drot.core.checks import counted, is_a, shortened
 from drot.core.errors import UserError, quoted
+from drot.core.reading import leaves
 from drot.machine.finite import is_finite
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
@@ -217,16 +218,7 @@ def silent_transformers(problem: str, entries: dict[str, Any] | None = None) -> 
         if "trust_remote_code" in str(error):  # transformers advises to let the code run
             reason = "it brings its own code, which drot never runs: name a model that transformers has"
         if isinstance(error, KeyError) and error.args:
-            named = [name for name, value in _leaves(entries or {}) if value == error.args[0]]
+            named = [name for name, value in leaves(entries or {}) if value == error.args[0]]
             if named:
                 reason = f"config.json: {named[0]} is {error.args[0]!r}, which transformers does not have"
         raise UserError(f"{problem}: {reason}") from error
-
-
-def _leaves(entries: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and value of each entry, and of each entry of its objects."""
-    for name, value in entries.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}.{key}", item) for key, item in value.items())
-        else:
-            yield name, value

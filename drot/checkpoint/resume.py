@@ -19,7 +19,7 @@ from drot.checkpoint.shards import save_shard
 from drot.core.errors import UserError
 from drot.core.files import beside, new_file, write_json, writing
 from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
-from drot.core.reading import check_schema, read_json
+from drot.core.reading import check_schema, leaves, read_json
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import background_thread, copied_home, in_main_memory
 
@@ -159,7 +159,7 @@ def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str
 
     where: what `before` belongs to, as in 'the unfinished run'. here: what `now` belongs to.
     """
-    old, new = dict(_fields(before)), dict(_fields(json.loads(json.dumps(now))))
+    old, new = dict(leaves(before)), dict(leaves(json.loads(json.dumps(now))))
     changed = [key for key in {**old, **new} if old.get(key, "no value") != new.get(key, "no value")]
     if any(key.startswith("recipe.calibration.") for key in changed):  # other tokens follow from that
         changed = [key for key in changed if key not in ("calibration", "distillation")]
@@ -168,14 +168,6 @@ def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str
         f"{new.get(key, 'no value')} {here}"
         for key in changed
     )
-
-
-def _fields(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, dict):
-            yield from _fields(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 class RunState:

@@ -15,6 +15,7 @@ from drot.config import Recipe, RotationMode, resolve
 from drot.config.recipe import SECTION_OF, read_recipe
 from drot.config.rotation import POINTS, with_point
 from drot.core.errors import UserError
+from drot.core.reading import leaves
 
 logger = logging.getLogger("drot")
 
@@ -154,12 +155,9 @@ def parse_rotation(text: str) -> dict[str, Any]:
 
 
 def _tell_changes(start: Recipe, changed: Recipe, file: Path) -> None:
-    before, after = resolve(start).to_dict(), resolve(changed).to_dict()
+    before, after = (dict(leaves(resolve(recipe).to_dict())) for recipe in (start, changed))
     differing = [
-        f"{section}.{name} {before[section][name]} -> {value}"
-        for section, values in after.items()
-        for name, value in values.items()
-        if value != before[section][name]
+        f"{name} {before[name]} -> {value}" for name, value in after.items() if value != before[name]
     ]
     if differing:
         logger.warning("the command line replaces settings of %s: %s", file, ", ".join(differing))

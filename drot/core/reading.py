@@ -5,6 +5,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,6 +125,15 @@ def _check_values(data: dict[str, Any], file: str) -> None:
             waiting += [(f"{prefix}{printable(key)}", item, depth + 1) for key, item in value.items()]
         elif isinstance(value, list):
             waiting += [(f"{name}.{index}", item, depth + 1) for index, item in enumerate(value)]
+
+
+def leaves(entries: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Name and value of each entry, and of each entry of its objects in its place, as `rotation.steps`."""
+    for name, value in entries.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def check_schema(schema: type[Schema], data: Any, where: str) -> Schema:
