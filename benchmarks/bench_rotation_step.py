@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from drot.config import Sparsity
 from drot.model.families import LLAMA
 from drot.model.sizes import HeadShape
-from drot.rotation.importance import LayerMetrics, Metric
+from drot.rotation.importance import Metric
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
 
@@ -74,7 +74,7 @@ class Problem:
             "down": Metric(None, False),
         }
         return LayerObjective(
-            self.weights, LayerMetrics(metrics, {}), LLAMA.groups, self.shape,
+            self.weights, metrics, LLAMA.groups, self.shape,
             objective=kind, sparsity=Sparsity.parse("2:4"), product_dtype=dtype,
         )  # fmt: skip
 

@@ -41,7 +41,7 @@ from drot.model.families import LLAMA
 from drot.model.sizes import HeadShape
 from drot.pipeline.objective import layer_objective
 from drot.reporting.demo import CALIBRATION, MODEL
-from drot.rotation.importance import LayerMetrics, layer_metrics
+from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS
 from drot.rotation.retraction import DIRECTIONS
@@ -99,12 +99,12 @@ def synthetic_objective(n: int, kind: str, device: torch.device) -> LayerObjecti
         hessians[group.name] = power_law_hessian(width, generator)
         for name in (linear.name for linear in group.linears):
             weights[name] = torch.randn(rows[name], width, generator=generator) / width**0.5
-    metrics = layer_metrics(
+    metrics, _ = layer_metrics(
         "sparsegpt", hessians, LLAMA.groups, shape, damping=0.01, unrotated=kind == "pruned"
     )
     return LayerObjective(
         {name: weight.to(device) for name, weight in weights.items()},
-        LayerMetrics({group: metric.to(device) for group, metric in metrics.metrics.items()}, {}),
+        {group: metric.to(device) for group, metric in metrics.items()},
         LLAMA.groups, shape, objective=kind, sparsity=Sparsity.parse("2:4"),
     )  # fmt: skip
 

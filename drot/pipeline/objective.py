@@ -55,7 +55,7 @@ def layer_objective(
     if not own:
         return None, {}
     weights = layer.folded_weights()
-    metrics = layer_metrics(
+    metrics, dampings = layer_metrics(
         method,
         hessians,
         groups,
@@ -82,4 +82,4 @@ def layer_objective(
         keeps_ones=layer.family.layer_norm,
         outputs=stream.weights.of_outputs(layer) if weighted and stream.weights else {},
     )
-    return objective, metrics.damping
+    return objective, dampings

@@ -130,14 +130,6 @@ def upper_factor(matrix: Tensor) -> Tensor:
         added = torch.where(found, added, torch.where(added > 0, 10 * added, RESOLUTION))
 
 
-@dataclass(frozen=True)
-class LayerMetrics:
-    """Name of an input group → Metric, and → damping of the inverted Hessian."""
-
-    metrics: dict[str, Metric]
-    damping: dict[str, float]
-
-
 def layer_metrics(
     method: str,
     hessians: dict[str, Tensor],
@@ -150,9 +142,10 @@ def layer_metrics(
     unrotated: bool = True,
     down_block: int | None = None,
     dtype: torch.dtype = torch.float32,
-) -> LayerMetrics:
-    """The metrics of one layer for `magnitude`, `wanda` or `sparsegpt`.
+) -> tuple[dict[str, Metric], dict[str, float]]:
+    """Name of an input group → Metric, and → damping of the inverted Hessian, of one layer.
 
+    method: `magnitude`, `wanda` or `sparsegpt`.
     hessians: name of an input group → H [in, in]; not used by `magnitude`.
     damping: what is added to the diagonal before the inversion, in units of `damping_unit` for `average`.
     reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
@@ -190,7 +183,7 @@ def layer_metrics(
             matrix = matrix.to(dtype)
             for name, each in zip(names, matrix.unbind() if several else [matrix], strict=True):
                 metrics[name] = Metric(each, method == "sparsegpt")
-    return LayerMetrics(metrics, dampings)
+    return metrics, dampings
 
 
 def column_scale(

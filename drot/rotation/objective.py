@@ -30,7 +30,7 @@ from drot.model.family import InputGroup, LinearSpec, alike
 from drot.model.rotation import rotate_left, rotate_right
 from drot.model.sizes import HeadShape
 from drot.rotation.gradient import Sums, left_factors, right_factors
-from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks, is_rotated
+from drot.rotation.importance import ColumnScales, Metric, diagonal_blocks, is_rotated
 from drot.rotation.output_weights import OutputWeights
 from drot.rotation.stack import (
     STACK_BYTES,
@@ -57,6 +57,7 @@ class LayerObjective:
     and neither does a linear that no rotation changes.
 
     weights: name of a linear → weight [out, in], folded and not rotated.
+    metrics: name of an input group → the metric of its input.
     objective: `entropy` or `pruned`.
     sparsity: one for all linears, or name → sparsity. A linear whose name is missing is not pruned.
     product_dtype: dtype of the matrix products. Losses and gradients are fp32, or fp64 for fp64 products.
@@ -72,7 +73,7 @@ class LayerObjective:
     def __init__(
         self,
         weights: dict[str, Tensor],
-        metrics: LayerMetrics,
+        metrics: Mapping[str, Metric],
         groups: Sequence[InputGroup],
         shape: HeadShape,
         *,
@@ -100,7 +101,7 @@ class LayerObjective:
         self.own_left: list[LeftRotated] = []
         self.r2_metric: Metric | None = None
         pruned = [
-            (linear, weights[linear.name], metrics.metrics[group.name])
+            (linear, weights[linear.name], metrics[group.name])
             for group in groups
             for linear in group.linears
             if linear.name in self.sparsity
@@ -108,7 +109,7 @@ class LayerObjective:
         self._output_weights = OutputWeights(outputs, pruned, shape) if objective == "pruned" else None
         attention_end = None if one_block else next((g for g in groups if g.writes_residual), None)
         for of_stack in self._stacked(weights):
-            group, of_groups = of_stack[0], [metrics.metrics[group.name] for group in of_stack]
+            group, of_groups = of_stack[0], [metrics[group.name] for group in of_stack]
             places = [i for i, linear in enumerate(group.linears) if linear.name in self.sparsity]
             parts = [self._weighted(weights, of_stack, of_groups, place) for place in places]
             if group.input == "r2":
@@ -129,7 +130,7 @@ class LayerObjective:
             weight = torch.cat(parts, 1).transpose(0, 1).contiguous()
             linears = [group.linears[place] for place in places]
             self._stacks.append(Stack(of_stack, linears, sizes, weight))
-        of_r1 = [metrics.metrics[group.name] for stack in self._by_r1 for group in stack.groups]
+        of_r1 = [metrics[group.name] for stack in self._by_r1 for group in stack.groups]
         self.r1_metric = self._stacked_metric(of_r1)
 
     def _stacked(self, weights: Mapping[str, Tensor]) -> Iterator[list[InputGroup]]:

@@ -180,7 +180,7 @@ def test_the_gradient_is_that_of_the_loss(kind):
     for group in layer.groups:
         x = torch.randn(200, layer.shape_of(group.linears[0])[1], generator=generator, dtype=torch.float64)
         hessians[group.name] = x.T @ x
-    metrics = layer_metrics("wanda", hessians, layer.groups, layer.heads, damping=0.1, down_block=16)
+    metrics, _ = layer_metrics("wanda", hessians, layer.groups, layer.heads, damping=0.1, down_block=16)
     weights = layer.folded_weights(torch.float64)
     objective = LayerObjective(
         weights,

@@ -9,7 +9,7 @@ from drot.config import Sparsity
 from drot.model.families import LLAMA
 from drot.model.sizes import HeadShape
 from drot.rotation import importance
-from drot.rotation.importance import LayerMetrics, Metric
+from drot.rotation.importance import Metric
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS
 
@@ -47,7 +47,7 @@ def test_a_70b_layer_trains_within_30_gb(objective, optimizer, monkeypatch):
         }
         layer = LayerObjective(
             {name: empty(*size) for name, size in SIZES.items()},
-            LayerMetrics(metrics, {}),
+            metrics,
             LLAMA.groups,
             SHAPE,
             objective=objective,

@@ -121,7 +121,7 @@ CASES = [
 
 
 def build(weights, hessians, method, objective, sparsity, compat, **options):
-    metrics = layer_metrics(
+    metrics, _ = layer_metrics(
         method,
         {group: h.clone() for group, h in hessians.items()},
         LLAMA.groups,

@@ -18,7 +18,7 @@ from drot.model.families import LLAMA
 from drot.model.sizes import HeadShape
 from drot.ops import skew_momentum
 from drot.rotation import importance, train
-from drot.rotation.importance import LayerMetrics, Metric
+from drot.rotation.importance import Metric
 from drot.rotation.objective import LayerObjective
 
 D, FF, KV = 4096, 14336, 1024
@@ -125,7 +125,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LayerObjective]:
         metrics = {group: Metric(torch.empty(*size, device="meta"), True) for group, size in sizes.items()}
         weights = {name: torch.empty(*size, device="meta") for name, size in SIZES.items()}
         return LayerObjective(
-            weights, LayerMetrics(metrics, {}), LLAMA.groups, SHAPE, objective=kind,
+            weights, metrics, LLAMA.groups, SHAPE, objective=kind,
             sparsity=Sparsity.parse("2:4"), product_dtype=torch.bfloat16,
         )  # fmt: skip
 
