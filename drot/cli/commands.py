@@ -7,8 +7,6 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from drot.cli.flag_help import without_flag_values
-
 #: command → its module in drot/cli and the function there
 COMMANDS = {
     "prune": "prune",
@@ -31,6 +29,14 @@ COMMANDS = {
 }
 #: the commands that show no progress
 WITHOUT_PROGRESS = ("serve", "chat", "run", "info")
+
+
+def without_flag_values(params: list[Any]) -> list[Any]:
+    """`params`, whose options without a value have a blank metavar: typer would show `--resume <bool>`."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = " "
+    return params
 
 
 class Interrupted(Exception):

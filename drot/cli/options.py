@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from drot.cli.flag_help import without_flag_values
+from drot.cli.commands import without_flag_values
 from drot.cli.log import FORMS, Form
 from drot.cli.messages import flag, in_options
 from drot.config import SEQLEN, CalibrationConfig, WeightFormat

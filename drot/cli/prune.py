@@ -156,15 +156,10 @@ def prune(
         options |= {"out": out, "save_rotations_to": save_rotations_to, "resume": resume}
         show_needs(named, asked.recipe, as_json, gpus=ranks, **options)
         return
-    folder = _folder(out)
-    launch_if_asked(gpus, ctx.obj)
-    _run(named, asked, folder, as_json, save_rotations_to=save_rotations_to, resume=resume, **options)
-
-
-def _folder(out: Path | None) -> Path:
     if out is None:
         raise UserError("--out is missing: name the folder to write, or use --sensitivity or --dry-run")
-    return out
+    launch_if_asked(gpus, ctx.obj)
+    _run(named, asked, out, as_json, save_rotations_to=save_rotations_to, resume=resume, **options)
 
 
 def _model(name: str | None, gguf_file: str | None, manifest: dict[str, Any]) -> str:

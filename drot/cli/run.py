@@ -45,12 +45,12 @@ def _program(words: list[str]) -> Callable[[], Any]:
     name, *rest = words or [""]
     if name == "-m" and rest:
         sys.argv, sys.path[0] = rest, os.getcwd()
-        return lambda: _run_as_main(runpy.run_module, rest[0], alter_sys=True)
+        return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise UserError(f"there is no file {shortened(name)}: name a Python program after --")
         sys.argv, sys.path[0] = words, str(Path(name).resolve().parent)
-        return lambda: _run_as_main(runpy.run_path, name)
+        return lambda: runpy.run_path(name, run_name="__main__")
     found = entry_points(group="console_scripts", name=name)
     if not found:
         raise UserError(
@@ -60,7 +60,3 @@ def _program(words: list[str]) -> Callable[[], Any]:
     sys.argv = words
     started: Callable[[], Any] = next(iter(found)).load()
     return started
-
-
-def _run_as_main(run_program: Callable[..., Any], name: str, **options: Any) -> None:
-    run_program(name, run_name="__main__", **options)
