@@ -73,8 +73,7 @@ class DrotConfig(QuantizationConfigMixin):
     dense_linears: list[str]
 
     def __init__(self, **keys: Any) -> None:
-        check_schema(Keys, keys, "config.json: quantization_config")
-        self.__dict__.update(Keys(**keys))
+        self.__dict__.update(check_schema(Keys, keys, "config.json: quantization_config"))
         if self.dense_linears and not self.packed:
             raise UserError(
                 "config.json: dense_linears needs packed: true; got packed: false: copy the file again"

@@ -85,17 +85,14 @@ def parts_digest(parts: "Iterable[Mapping[str, Tensor | Ends]]", sample: int | N
     """
     digests: dict[str, str] = {}
     for part in parts:
-        digests |= in_threads(partial(_named_digest, part, sample), sorted(part))
+        digests |= in_threads(partial(_tensor_digest, part, sample), sorted(part))
     return json_digest(sorted([name, digest] for name, digest in digests.items()))
 
 
-def _named_digest(tensors: "Mapping[str, Tensor | Ends]", sample: int | None, name: str) -> str:
-    return _tensor_digest(tensors[name], sample)
-
-
-def _tensor_digest(tensor: "Tensor | Ends", sample: int | None) -> str:
+def _tensor_digest(tensors: "Mapping[str, Tensor | Ends]", sample: int | None, name: str) -> str:
     import torch
 
+    tensor = tensors[name]
     if not isinstance(tensor, Ends):
         flat = tensor.detach().reshape(-1)
         ends = ends_of(len(flat), flat.element_size(), sample)

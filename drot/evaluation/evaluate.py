@@ -127,7 +127,9 @@ def evaluate(
         logger.warning("figures of %d questions of a task are not recorded", limit)
         record = bool(sources)
     everyone = [*names, *([original] if original else [])]
-    configs = _configs(everyone, stream)
+    configs = {name: load_config(name).get_text_config() for name in everyone}
+    for config in configs.values() if stream else ():
+        family_of(config)  # refuses a family whose layers cannot be read alone
     if seqlen is None:
         seqlen = min(default_seqlen(positions_of(config)) for config in configs.values())
     tokenizers = {name: load_tokenizer(name) for name in everyone}
@@ -189,14 +191,6 @@ def _measured(
             )  # fmt: skip
         except BrokenModelError as error:
             yield name, error.with_traceback(None)  # whose frames hold the model
-
-
-def _configs(names: Sequence[str], stream: bool) -> dict[str, Any]:
-    """The configs of the models. Raises UserError for a family whose layers `stream` cannot read alone."""
-    configs = {name: load_config(name).get_text_config() for name in names}
-    for config in configs.values() if stream else ():
-        family_of(config)
-    return configs
 
 
 def _naming(model: str, progress: Progress) -> Progress:

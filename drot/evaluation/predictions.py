@@ -67,15 +67,6 @@ def check_windows(tokens: Tensor, config: Any, seqlen: int) -> None:
         )
 
 
-def windows_of(tokens: Tensor, seqlen: int) -> Tensor:
-    """The windows [count, seqlen] of the text `tokens` [n]. Tokens behind the last whole window are left out.
-
-    The windows follow each other without overlap, as in the code of GPTQ and SparseGPT.
-    """
-    count = len(tokens) // seqlen
-    return tokens[: count * seqlen].reshape(count, seqlen)
-
-
 def predict(
     model: PreTrainedModel,
     tokens: Tensor,
@@ -85,6 +76,9 @@ def predict(
     weights: Weights | None = None,
 ) -> Predictions:
     """The predictions of a model for the windows of a text `tokens` [n].
+
+    The windows follow each other without overlap, as in the code of GPTQ and SparseGPT. Tokens behind the
+    last whole window are left out.
 
     Without `stream_to`, the model lies on one device. Otherwise one decoder layer at a time is moved to the
     device `stream_to`: all windows pass through one layer before the next layer comes. Their hidden states,
@@ -99,7 +93,8 @@ def predict(
     """
     config = model.config.get_text_config()
     check_windows(tokens, config, seqlen)
-    windows, home = windows_of(tokens, seqlen), next(model.parameters()).device
+    windows = tokens[: len(tokens) // seqlen * seqlen].reshape(-1, seqlen)
+    home = next(model.parameters()).device
     if stream_to is not None:
         decoder = DecoderModel(model, weights=weights)
         logits_of = _streamed(decoder, windows, stream_to, progress)

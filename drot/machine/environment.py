@@ -12,6 +12,7 @@ from torch.backends import cusparselt
 
 from drot._C import tuning_cache_file
 from drot.core import torchrun
+from drot.core.checks import counted
 from drot.core.version import __version__
 from drot.machine.devices import BUILD_INFO, is_gpu
 
@@ -72,8 +73,7 @@ def machine_name(device: torch.device) -> str:
     if is_gpu(device):
         return device_name(device)
     capability = torch.backends.cpu.get_cpu_capability()
-    threads = torch.get_num_threads()
-    return f"{platform.machine()} CPU ({capability}), {threads} thread{'' if threads == 1 else 's'}"
+    return f"{platform.machine()} CPU ({capability}), {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _cusparselt() -> dict[str, Any]:

@@ -190,7 +190,8 @@ class Ranks:
                 message[0] = pytree.tree_unflatten(shapes, tree)
             except Exception as error:
                 message[1] = error
-        self._broadcast_object(message, rank)
+        with self._alive():
+            dist.broadcast_object_list(message, src=rank, device=CPU)
         if message[1] is not None:
             raise message[1]
         leaves, tree = pytree.tree_flatten(message[0])
@@ -201,10 +202,6 @@ class Ranks:
                 leaves[index] = self._broadcast(next(sent, leaf), rank, device)
         found: Value = pytree.tree_unflatten(leaves, tree)
         return found
-
-    def _broadcast_object(self, message: list[Any], rank: int) -> None:
-        with self._alive():
-            dist.broadcast_object_list(message, src=rank, device=torch.device("cpu"))
 
     def _broadcast(self, tensor: Tensor, rank: int, device: torch.device) -> Tensor:
         """The tensor of a rank, on `device`; the other ranks give one with its shape on `meta`."""

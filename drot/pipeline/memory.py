@@ -116,14 +116,6 @@ def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> i
     return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
 
 
-def parameter_sizes(sizes: Sizes) -> Counter[str]:
-    """Path of a parameter in a layer → its numbers, of all linears that it holds."""
-    found: Counter[str] = Counter()
-    for linear in {linear for group in sizes.groups for linear in group.linears}:
-        found[linear.path] += math.prod(sizes.shapes[linear.name])
-    return found
-
-
 def further_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
     """The bytes of the hidden states of the sequences on which all layers are trained together."""
     share = recipe.recovery.distill_nsamples / recipe.calibration.nsamples
@@ -142,7 +134,10 @@ def training_bytes(
         for of_layer in names
         for name, full in of_layer.items()
     )
-    largest = max(parameter_sizes(sizes).values())
+    parameters: Counter[str] = Counter()  # by their paths, with the numbers of all linears that they hold
+    for linear in {linear for group in sizes.groups for linear in group.linears}:
+        parameters[linear.path] += math.prod(sizes.shapes[linear.name])
+    largest = max(parameters.values())
     return round(TRAINED_BYTES * kept) + (dtype.itemsize + SELECTION_BYTES) * largest
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from drot.calibration.hessian import InputHessian
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
-from drot.config import PruningConfig, Recipe, ResolvedPruning, ResolvedRecipe, Sparsity, resolve
+from drot.config import Recipe, ResolvedPruning, ResolvedRecipe, Sparsity, resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -114,7 +114,8 @@ def sensitivity(
         recipe = recipe.replace(hessians="dense")
     measured = {
         sparsity: resolve(recipe.replace(sparsity=sparsity, keep=(), sparsity_of=())).pruning
-        for sparsity in measured_sparsities(recipe.pruning)
+        for sparsity in dict.fromkeys([*SPARSITIES, *recipe.pruning.sparsities])
+        if sparsity.ratio > 0
     }
     run = prepare(
         model,
@@ -189,10 +190,6 @@ def _errors(
             errors |= _output_errors(rotated, inputs, measured)
         stream.advance(layer)
     return errors, None if check is None else check.logit_error(rotations[layer.index])
-
-
-def measured_sparsities(pruning: PruningConfig) -> list[Sparsity]:
-    return [sparsity for sparsity in dict.fromkeys([*SPARSITIES, *pruning.sparsities]) if sparsity.ratio > 0]
 
 
 @torch.no_grad()
