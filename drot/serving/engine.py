@@ -334,10 +334,6 @@ class Engine(BaseGenerateManager):
         """Whether the thread of the batch, if there is one, still generates."""
         return self.batch is None or self.batch.is_alive()
 
-    def close(self) -> None:
-        """Tells the streams to end."""
-        self.closing.set()
-
     def stop(self) -> None:
         """Ends the batch. Requests in it fail."""
         if self.batch is not None:

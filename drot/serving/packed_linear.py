@@ -34,7 +34,10 @@ class PackedConfig:
     """
 
     engine: str
-    drot: DrotConfig
+
+    def __init__(self, drot: DrotConfig) -> None:
+        super().__init__()
+        self.drot = drot
 
     def get_name(self) -> str:
         return QUANT_METHOD

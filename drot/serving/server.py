@@ -306,7 +306,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the streams that still run after GRACE; uvicorn would cut them without a word."""
-        asyncio.get_running_loop().call_later(GRACE, self.engine.close)
+        asyncio.get_running_loop().call_later(GRACE, self.engine.closing.set)
         await super().shutdown(sockets)
 
 

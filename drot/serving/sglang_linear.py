@@ -31,10 +31,6 @@ class DrotQuantization(PackedConfig, QuantizationConfig):
 
     engine = "SGLang"
 
-    def __init__(self, drot: DrotConfig) -> None:
-        super().__init__()
-        self.drot = drot
-
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DrotQuantization":
         """config: the keys, with those that SGLang adds.

@@ -27,10 +27,6 @@ class DrotQuantization(PackedConfig, QuantizationConfig):
 
     engine = "vLLM"
 
-    def __init__(self, drot: DrotConfig) -> None:
-        super().__init__()
-        self.drot = drot
-
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DrotQuantization":
         """Raises UserError for a key or value that this version of drot does not know."""
