@@ -67,17 +67,6 @@ def write_checkpoint(reader: Reader, source: DecoderModel, folder: Path, progres
 
     source: the dense model.
     """
-    _write(reader, source, folder, progress)
-    for name, record in reader.index.files.items():
-        if problem := damage(folder / name, record):
-            raise UserError(
-                f"{name} came out different from the file that {reader.path} stands for: it {problem}; the "
-                "artifact is damaged, or fp64 results on this machine exceed the recorded tolerance; nothing "
-                "was written"
-            )
-
-
-def _write(reader: Reader, source: DecoderModel, folder: Path, progress: Progress) -> None:
     index, config = reader.index, source.config
     weights = sum(record.bytes for name, record in index.files.items() if holds_weights(Path(name)))
     # four bytes in place of one, an untied head, and a rotation of each layer in fp32
@@ -99,14 +88,19 @@ def _write(reader: Reader, source: DecoderModel, folder: Path, progress: Progres
         file.write_bytes(header)
         os.truncate(file, record.bytes)
         stored |= {tensor: (file, *place) for tensor, place in tensors.items()}
-    rotations = None
-    if index.rotated:
-        rotations = reader.rotations(source)
+    rotations = reader.rotations(source) if index.rotated else None
     bases = Bases(index.boundary, len(source.layers), index.layers_per_rotation or 1)
     found = predictions(source, rotations, bases)
     for prediction in reported(found, "apply", config.num_hidden_layers, progress):
         if names := stored_names(prediction.name, stored):
             _write_tensor(reader, prediction, names, stored)
+    for name, record in index.files.items():
+        if problem := damage(folder / name, record):
+            raise UserError(
+                f"{name} came out different from the file that {reader.path} stands for: it {problem}; the "
+                "artifact is damaged, or fp64 results on this machine exceed the recorded tolerance; nothing "
+                "was written"
+            )
 
 
 def _write_tensor(
