@@ -1,9 +1,14 @@
-"""What `drot serve` needs beyond drot itself: the packages of its pip extra, and a newer transformers."""
+"""What serving needs beyond drot itself: packages and a newer transformers, or an engine with a plugin."""
 
+import logging
+import sys
+from collections.abc import Collection
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from drot.core.errors import UserError
+from drot.core.errors import UserError, quoted
+
+logger = logging.getLogger("drot")
 
 PACKAGES = ("fastapi", "uvicorn", "openai")
 #: the first transformers whose server batches without a download of attention kernels from the hub
@@ -22,4 +27,23 @@ def check_requirements() -> None:
         raise UserError(
             f"a server needs transformers {oldest} or newer, got {found}: "
             f"pip install 'transformers>={oldest},<6'"
+        )
+
+
+def warn_of_engine(engine: str, tested: str, error: Exception) -> None:
+    """Logs why an engine cannot serve checkpoints of drot. tested: its version with which the tests ran."""
+    package = engine.lower()
+    found = getattr(sys.modules.get(package), "__version__", "an unknown version")
+    logger.warning(
+        "%s cannot serve checkpoints of drot: the plugin needs %s %s, got %s (%s): pip install '%s==%s'",
+        engine, engine, tested, found, quoted(error), package, tested,
+    )  # fmt: skip
+
+
+def check_family(engine: str, families: Collection[str], family: str) -> None:
+    """Raises UserError for a family that the plugin for an engine does not have."""
+    if family not in families:
+        raise UserError(
+            f"drot's plugin for {engine} has the families {', '.join(families)}, got {family}: serve this "
+            "checkpoint by `drot serve`"
         )

@@ -9,13 +9,8 @@ Layers that hold a rotation are refused. drot/serving/vllm.py serves them.
 This module is the entry point of the group `sglang.srt.plugins`, so it imports SGLang inside `register` only.
 """
 
-import logging
-import sys
-
 from drot.checkpoint.quantization_config import QUANT_METHOD
-from drot.core.errors import quoted
-
-logger = logging.getLogger("drot")
+from drot.serving.requirements import warn_of_engine
 
 #: the version with which the tests have run
 TESTED = "0.5.23"
@@ -32,11 +27,6 @@ def register() -> None:
 
         from drot.serving.sglang_linear import DrotQuantization
     except Exception as error:  # SGLang would log a traceback
-        found = getattr(sys.modules.get("sglang"), "__version__", "an unknown version")
-        logger.warning(
-            "SGLang cannot serve checkpoints of drot: the plugin needs SGLang %s, got %s (%s): "
-            "pip install 'sglang==%s'",
-            TESTED, found, quoted(error), TESTED,
-        )  # fmt: skip
+        warn_of_engine("SGLang", TESTED, error)
         return
     QUANTIZATION_METHODS[QUANT_METHOD] = DrotQuantization

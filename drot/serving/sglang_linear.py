@@ -16,6 +16,7 @@ from torch import nn
 from drot.checkpoint.quantization_config import DrotConfig
 from drot.core.errors import UserError
 from drot.serving.packed_linear import PackedConfig, PackedLinearMethod
+from drot.serving.requirements import check_family
 
 #: the families with which the tests have run
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -44,11 +45,7 @@ class DrotQuantization(PackedConfig, QuantizationConfig):
                 "drot's plugin for SGLang has no rotations, and the layers of this checkpoint hold some: "
                 "serve it by vLLM or `drot serve`, or prune with the rotation stock or none"
             )
-        if (family := config["hf_config"].model_type) not in FAMILIES:
-            raise UserError(
-                f"drot's plugin for SGLang has the families {', '.join(FAMILIES)}, got {family}: serve this "
-                "checkpoint by `drot serve`"
-            )
+        check_family(cls.engine, FAMILIES, config["hf_config"].model_type)
         return cls(held)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:

@@ -13,16 +13,12 @@ classes either.
 This module is the entry point of the group `vllm.general_plugins`, so it imports vLLM inside `register` only.
 """
 
-import logging
-import sys
 from typing import Any
 
 from transformers import AutoConfig
 
 from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig
-from drot.core.errors import UserError, quoted
-
-logger = logging.getLogger("drot")
+from drot.serving.requirements import check_family, warn_of_engine
 
 #: the version with which the tests have run
 TESTED = "0.32.0"
@@ -46,11 +42,7 @@ class EngineConfig(StoredConfig):
         """
         found = super().from_dict(config_dict, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with return_unused_kwargs
-        if config.model_type not in FAMILIES:
-            raise UserError(
-                f"drot's plugin for vLLM has the families {', '.join(FAMILIES)}, got {config.model_type}: "
-                "serve this checkpoint by `drot serve`"
-            )
+        check_family("vLLM", FAMILIES, config.model_type)
         config.architectures = [FAMILIES[config.model_type]]
         return found
 
@@ -72,11 +64,6 @@ def register() -> None:
             if architecture not in ModelRegistry.get_supported_archs():
                 ModelRegistry.register_model(architecture, f"drot.serving.vllm_models:{architecture}")
     except Exception as error:  # it would end vLLM, also for the models of others
-        found = getattr(sys.modules.get("vllm"), "__version__", "an unknown version")
-        logger.warning(
-            "vLLM cannot serve checkpoints of drot: the plugin needs vLLM %s, got %s (%s): "
-            "pip install 'vllm==%s'",
-            TESTED, found, quoted(error), TESTED,
-        )  # fmt: skip
+        warn_of_engine("vLLM", TESTED, error)
         return
     AutoConfig.register(MODEL_TYPE, EngineConfig, exist_ok=True)
