@@ -10,7 +10,6 @@ from torch import Tensor
 from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.lent import Lent
 from drot.calibration.token_weights import TokenWeights
-from drot.machine.devices import is_gpu
 from drot.machine.products import rounded_once
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import CopiesHome, Empty, ahead, empty_on, empty_on_host, gathered
@@ -60,7 +59,6 @@ class CalibrationStream:
         tokens: Tensor,
         device: torch.device,
         *,
-        offload: bool = False,
         empty: Empty | None = None,
         ranks: Ranks = ALONE,
         weights: TokenWeights | None = None,
@@ -70,12 +68,9 @@ class CalibrationStream:
         Without sequences, the stream is empty, and so are the keyword arguments of the layers. The model is
         not moved.
 
-        offload: whether the hidden states lie in main memory.
         empty: makes the tensor of the hidden states, in main memory or in a file, and others beside it.
         """
         tokens = tokens[ranks.rank :: ranks.size]
-        if offload and is_gpu(device):
-            empty = partial(empty_on_host, device=device)
         if not len(tokens):
             none = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
             return cls(none, [{} for _ in model.layers], ranks=ranks, weights=weights)

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 from drot.calibration.stream import CalibrationStream
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.machine.transfer import on_device
+from drot.machine.devices import is_gpu
+from drot.machine.transfer import empty_on_host, on_device
 from drot.model.decoder import DecoderModel
 from drot.model.layer import Weights
 from drot.model.sizes import check_seqlen
@@ -113,7 +115,8 @@ def _streamed(
     decoder: DecoderModel, windows: Tensor, device: torch.device, progress: Progress
 ) -> Callable[[slice], Tensor]:
     """The function `logits` of the Predictions of a streamed model."""
-    stream = CalibrationStream.embed(decoder, windows, device, offload=True)
+    empty = partial(empty_on_host, device=device) if is_gpu(device) else None
+    stream = CalibrationStream.embed(decoder, windows, device, empty=empty)
     fuses = decoder.is_skeleton and is_packed(decoder.model)  # as a whole model that is loaded
     for layer in on_device(decoder.layers, device, decoder.device):
         with fused_layer(layer) if fuses else contextlib.nullcontext():

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -242,8 +243,8 @@ def test_an_offloaded_stream_computes_as_a_stream_on_the_gpu(monkeypatch):
     gpu = torch.device("cuda")
     model = DecoderModel(small_model("llama"))
     streams = [
-        CalibrationStream.embed(model, random_tokens(7, 12), gpu, offload=offload)
-        for offload in (False, True)
+        CalibrationStream.embed(model, random_tokens(7, 12), gpu, empty=empty)
+        for empty in (None, partial(empty_on_host, device=gpu))
     ]
     assert streams[1].hidden_states.is_pinned()
     for layer in on_device(model.layers, gpu, CPU):
