@@ -33,7 +33,13 @@ def info(
     if folder is None and (verify or accept):
         raise UserError(f"{'`verify`' if verify else '`accept`'} needs MODEL: name a folder that drot wrote")
     if folder is None:
-        _show_machine(as_json)
+        from drot.machine.environment import collect
+
+        data = collect()
+        if as_json:
+            print_json(data)
+        else:
+            print_facts(_facts(data))
         return
     if not (verify or accept) and _is_other_model(folder):
         from drot.checkpoint.manifest import MANIFEST
@@ -140,19 +146,8 @@ def _verify(folder: Path, as_json: bool) -> None:
         print_line(f"The record fits {counted(len(found.files), 'file')} in {folder}")
 
 
-def _show_machine(as_json: bool) -> None:
-    """Prints a line for each version and for each fact about the machine."""
-    from drot.machine.environment import collect
-
-    data = collect()
-    if as_json:
-        print_json(data)
-    else:
-        print_facts(_facts(data))
-
-
 def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What `collect` found, in words."""
+    """What `collect` found, in words: each version, and each fact about the machine."""
     for name in ("drot", "torch", "transformers", "tokenizers", "safetensors", "numpy", "python"):
         yield name, data[name]
     yield "built with torch", data["built_with_torch"]

@@ -157,7 +157,7 @@ def command_of(
     parameters = [p for p in signature.parameters.values() if p.annotation is typer.Context]
     panels = dict(zip(sections[::2], sections[1::2], strict=True))
     for panel, entries in panels.items():
-        parameters += [option for option in settings if panel_of(option) == panel]
+        parameters += [each for each in settings if each.annotation.__metadata__[0].rich_help_panel == panel]
         for own, metavar, text in ENTRY.findall(entries):
             shared = SHARED.get(own, ("", ""))
             named = signature.parameters[own]
@@ -195,10 +195,6 @@ def _check_names(parameters: Sequence[inspect.Parameter], values: dict[str, Any]
             value = values[parameter.name]
             for each in value if isinstance(value, list | tuple) else filter(None, [value]):
                 check(str(each))
-
-
-def panel_of(option: inspect.Parameter) -> str:
-    return str(option.annotation.__metadata__[0].rich_help_panel)
 
 
 def _shown(panel: str, name: str, metavar: str, help: str) -> Any:

@@ -249,7 +249,8 @@ def _train(
 
     weights = KeptWeights(layers, ranks)
     batches = Batches(len(inputs.hidden_states), settings.distill_batch, ranks, seed=0, share=HELD_OUT_SHARE)
-    passes = _passes(run)
+    assert run.distill_tokens is not None
+    passes = settings.distill_epochs * repeats(settings.distill_nsamples, len(run.distill_tokens))
     steps = passes * batches.steps
     before, step, diverged = held_out(), 0, False
     with weights.running():
@@ -279,13 +280,6 @@ def _train(
         )  # fmt: skip
     kl_before, kl_after = (value if math.isfinite(value) else None for value in (before, after))
     return DistillationRecord(kl_before=kl_before, kl_after=kl_after, passes=passes, trained=helps)
-
-
-def _passes(run: RunContext) -> int:
-    """How often the training reads its sequences."""
-    assert run.distill_tokens is not None
-    settings = run.recipe.recovery
-    return settings.distill_epochs * repeats(settings.distill_nsamples, len(run.distill_tokens))
 
 
 def divergence(

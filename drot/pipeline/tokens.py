@@ -98,7 +98,12 @@ class TextReader:
             if measures or not recipe.recovery.distill_epochs:
                 return recipe, tokens, None
             if further is not None:
-                self._check_further(further, tokens)
+                check_tokens(further, self.config)
+                if further.shape[1] != tokens.shape[1]:
+                    raise UserError(
+                        "`distillation` must have sequences as long as `calibration` has, "
+                        f"{tokens.shape[1]} tokens; got {further.shape[1]}"
+                    )
                 return recipe, tokens, further
             read: Tensor = tokens
             recipe, further = self.ranks.on_first(lambda: self._further(recipe, read, own))
@@ -120,14 +125,6 @@ class TextReader:
             device=self.device, dtype=self.dtype, progress=self.progress,
         )  # fmt: skip
         return load_calibration(text, self.tokenizer, self.progress, own=own)
-
-    def _check_further(self, further: Tensor, tokens: Tensor) -> None:
-        check_tokens(further, self.config)
-        if further.shape[1] != tokens.shape[1]:
-            raise UserError(
-                f"`distillation` must have sequences as long as `calibration` has, {tokens.shape[1]} tokens; "
-                f"got {further.shape[1]}"
-            )
 
     def _further(
         self, recipe: ResolvedRecipe, tokens: Tensor, own: Path

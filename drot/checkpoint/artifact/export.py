@@ -141,7 +141,9 @@ def export_artifact(
             tensors = reported(predictions(source, given, bases), "export", len(source.layers), progress)
             tolerances = _add_all(writer, tensors, stored)
             writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
-        _check(part, out, source, progress)
+        # makes the checkpoint once; raises UserError if a hash differs
+        with tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made, Reader(part) as reader:
+            write_checkpoint(reader, source, Path(made) / out.name, progress)
     size = sum(path.stat().st_size for path in files.values())
     return {"bytes": out.stat().st_size, "checkpoint_bytes": size}
 
@@ -172,12 +174,6 @@ def _stored(files: dict[str, Path], headers: dict[str, bytes]) -> dict[str, tupl
         for file, header in headers.items()
         for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
     }
-
-
-def _check(artifact: Path, out: Path, source: DecoderModel, progress: Progress) -> None:
-    """Makes the checkpoint from the artifact once, beside `out`. Raises UserError if a hash differs."""
-    with tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made, Reader(artifact) as reader:
-        write_checkpoint(reader, source, Path(made) / out.name, progress)
 
 
 def _rotations_of(
