@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from drot.core.hashes import DIGEST, json_digest, parts_digest
 from drot.core.reading import check_regular, parse_json
 from drot.machine.devices import dtype_name
 from drot.machine.spool import Spool
+from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation, RotationsOfLayers, orthogonality_error, reorthogonalize
-from drot.model.sizes import HeadShape
 
 #: largest allowed max |QᵀQ - I| of a stored matrix; rounding a large matrix to fp32 gives about 1e-6
 ORTHOGONALITY_TOLERANCE = 1e-3
@@ -95,26 +95,21 @@ def _name_of(dtype: str) -> str:
     return dtype_name(DENSE_DTYPES[dtype]) if dtype in DENSE_DTYPES else dtype
 
 
-def open_rotations(
-    path: Path, *, hidden_size: int, shapes: Sequence[HeadShape], down_widths: Sequence[int]
-) -> tuple[RotationsOfLayers, dict[str, Any]]:
+def open_rotations(path: Path, model: DecoderModel) -> tuple[RotationsOfLayers, dict[str, Any]]:
     """The rotation of each layer, which is read when it is asked for, and the record saved with them.
 
     The matrices are fp64, and orthogonalised again, because the file has them in fp32. Raises UserError if
-    the file is missing, broken or damaged, has another shape than this model, or holds a matrix that is not
+    the file is missing, broken or damaged, has another shape than `model`, or holds a matrix that is not
     orthogonal.
-
-    shapes: the sizes of the attention of each layer.
-    down_widths: for each layer the number of inputs of down_proj, of all experts together.
     """
     record = read_record(path)
-    block = stored_down_block(path)
+    block, layers = stored_down_block(path), len(model.layers)
     expected = {}
-    for index, (shape, down_width) in enumerate(zip(shapes, down_widths, strict=True)):
-        expected[f"layers.{index}.r1"] = [hidden_size, hidden_size]
-        expected[f"layers.{index}.r2"] = [shape.kv_heads, shape.head_dim, shape.head_dim]
+    for index, layer in enumerate(model.layers):
+        expected[f"layers.{index}.r1"] = [model.hidden_size, model.hidden_size]
+        expected[f"layers.{index}.r2"] = [layer.heads.kv_heads, layer.heads.head_dim, layer.heads.head_dim]
         if block is not None:
-            expected[f"layers.{index}.r3"] = [down_width // block, block, block]
+            expected[f"layers.{index}.r3"] = [layer.down_inputs() // block, block, block]
     with _opened(path) as handle:
         found = {name: handle.get_slice(name).get_shape() for name in handle.keys()}  # noqa: SIM118
         for name, size in expected.items():
@@ -125,7 +120,7 @@ def open_rotations(
         if len(found) != len(expected):
             held = sum(name.endswith(".r1") for name in found)
             raise UserError(
-                f"{path} holds {held} layers, but this model has {len(down_widths)}: use a file of this model"
+                f"{path} holds {held} layers, but this model has {layers}: use a file of this model"
             )
         for name in found:
             if not (deviation := orthogonality_error(handle.get_tensor(name))) < ORTHOGONALITY_TOLERANCE:
@@ -133,7 +128,7 @@ def open_rotations(
                     f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
                     "the file is damaged; copy it again"
                 )
-    return RotationsOfLayers(partial(_read_layer, path), range(len(down_widths))), record
+    return RotationsOfLayers(partial(_read_layer, path), range(layers)), record
 
 
 def stored_r1s(path: Path) -> Iterator[Tensor]:

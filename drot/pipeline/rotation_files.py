@@ -59,12 +59,7 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
         raise UserError(
             '`rotations` need `mode="layer"` or `mode="shared"`; got `mode="none"`, which rotates nothing'
         )
-    rotations, record = open_rotations(
-        path,
-        hidden_size=run.model.hidden_size,
-        shapes=[layer.heads for layer in run.model.layers],
-        down_widths=[layer.down_inputs() for layer in run.model.layers],
-    )
+    rotations, record = open_rotations(path, run.model)
     shared, sharing = run.recipe.rotation.mode == "shared", run.bases.sharing
     pairs = itertools.pairwise(stored_r1s(path))  # read only as far as they are compared
     changes = (index for index, pair in enumerate(pairs) if not torch.equal(*pair))

@@ -5,6 +5,7 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ def rotations(count=2, d=8, r3=True):
 
 
 def load(path, layers=2, d=8, down_width=6):
-    return open_rotations(path, hidden_size=d, shapes=[SHAPE] * layers, down_widths=[down_width] * layers)
+    layer = SimpleNamespace(heads=SHAPE, down_inputs=lambda: down_width)
+    return open_rotations(path, SimpleNamespace(hidden_size=d, layers=[layer] * layers))
 
 
 @pytest.mark.parametrize("r3", [True, False])

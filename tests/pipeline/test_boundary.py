@@ -81,9 +81,7 @@ def test_down_takes_the_next_layers_rotation(tmp_path):
     dense = CHOSEN.replace(sparsity=0.0, method="wanda", objective="entropy", steps=20)
     rotated = prune(small_model("llama-biased"), dense, save_rotations_to=file).model
     handle = DecoderModel(original)
-    rotations, record = open_rotations(
-        file, hidden_size=32, shapes=[handle.layers[0].heads] * 3, down_widths=[48] * 3
-    )
+    rotations, record = open_rotations(file, handle)
     assert record["recipe"]["rotation"]["boundary"] == "residual"
     for index, r1_index in enumerate((1, 2, 2)):
         down, rotated_down = (model.model.layers[index].mlp.down_proj for model in (original, rotated))

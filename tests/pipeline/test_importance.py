@@ -19,7 +19,6 @@ from drot.checkpoint.rotations import open_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.families import LLAMA
 from drot.model.rotation import Bases
-from drot.model.sizes import head_shape
 from drot.pipeline.importance import GroupImportance, block_means, histogram
 
 DAMPING = 0.01
@@ -64,9 +63,7 @@ def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
     hessian = attention_input(model)
     chosen = recipe(method=method, sparsity=sparsity)
     result = prune(chosen=chosen, out=tmp_path / "out", save_rotations_to=tmp_path / "r")
-    rotations, _ = open_rotations(
-        tmp_path / "r", hidden_size=32, shapes=[head_shape(model.config, 0)] * 3, down_widths=[48] * 3
-    )
+    rotations, _ = open_rotations(tmp_path / "r", DecoderModel(model))
     r1 = rotations[0].r1
     bases = {"before": (weight, hessian), "after": (weight @ r1, r1.T @ hessian @ r1)}
     saved = load_importance_maps(tmp_path / "out")

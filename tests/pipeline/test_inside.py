@@ -70,9 +70,10 @@ def test_without_sparsity_the_outputs_do_not_change(family, hessians):
 def test_the_matrices_act_where_the_declaration_says(family, tmp_path):
     """W R1 for what attention and MLP read, o_proj with R2 alone, down_proj with R3 alone."""
     model, file = small_model(family), tmp_path / "rotations.safetensors"
-    dense = DecoderModel(copy.deepcopy(model)).layers[1]
+    original = DecoderModel(copy.deepcopy(model))
+    dense = original.layers[1]
     rotated = DecoderModel(prune(model, recipe(**NOTHING), save_rotations_to=file).model).layers[1]
-    found, _ = open_rotations(file, hidden_size=32, shapes=[dense.heads] * 3, down_widths=[48] * 3)
+    found, _ = open_rotations(file, original)
     rotation = found[1]
     values = torch.block_diag(*rotation.r2)
     queries = torch.block_diag(*rotation.r2.repeat_interleave(dense.heads.group, 0))

@@ -58,13 +58,7 @@ def test_from_the_dense_model_to_a_checkpoint(family, mode, tmp_path):
     assert_patterns(result.model, chosen.pruning)
     if mode != "none":
         assert result.manifest.relative_logit_error < 1e-5
-        handle = DecoderModel(result.model)
-        rotations, _ = open_rotations(
-            out / "r.safetensors",
-            hidden_size=32,
-            shapes=[layer.heads for layer in handle.layers],
-            down_widths=[48] * 3,
-        )
+        rotations, _ = open_rotations(out / "r.safetensors", DecoderModel(result.model))
         for rotation in rotations.values():
             assert float((rotation.r1.sum(1) - 1).abs().max()) < 1e-6
             assert relative_error(rotation.r1, torch.eye(32)) > 0.1

@@ -19,7 +19,7 @@ from drot.checkpoint.rotations import open_rotations
 from drot.config import PruningConfig, Recipe, Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
-from drot.model.sizes import head_shape
+from drot.model.decoder import DecoderModel
 from drot.pipeline.context import RunContext
 from drot.pipeline.training import _objectives
 
@@ -148,8 +148,7 @@ def test_kept_weights_are_the_dense_ones_rotated(boundary, tmp_path):
         if chosen.pruning.keeps(name):
             assert torch.equal(linear.weight, found[name].weight), name
             torch.testing.assert_close(linear.weight, first[name].weight, rtol=0, atol=1e-5)
-    shape = dict(hidden_size=32, shapes=[head_shape(mixed.model.config, 0)] * 3, down_widths=[48] * 3)
-    rotations, _ = open_rotations(file, **shape)
+    rotations, _ = open_rotations(file, DecoderModel(mixed.model))
     eye = torch.eye(32, dtype=torch.float64)
     assert torch.equal(rotations[0].r1, eye)  # nothing of layer 0 is pruned
     assert not torch.allclose(rotations[1].r1, eye, atol=0.1)

@@ -52,9 +52,7 @@ def test_against_the_outputs_in_fp64(boundary, name, tmp_path):
     model = small_model("qwen3")
     found = measure(model, chosen, rotations=file)
     handle = DecoderModel(model)
-    rotations, _ = open_rotations(
-        file, hidden_size=32, shapes=[handle.layers[0].heads] * 3, down_widths=[48] * 3
-    )
+    rotations, _ = open_rotations(file, handle)
     layer = handle.layers[1]
     linear = layer.linears[name]
     x, weight = inputs_of(model, linear), linear.weight.double()

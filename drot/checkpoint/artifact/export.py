@@ -195,13 +195,7 @@ def _rotations_of(
         r3 = manifest.recipe.rotation.down_block is not None
         found = rotations_in(lambda name: read_dense(name, stored), source, bases, r3=r3)
     else:
-        opened, _ = open_rotations(
-            Path(file),
-            hidden_size=source.hidden_size,
-            shapes=[layer.heads for layer in source.layers],
-            down_widths=[layer.down_inputs() for layer in source.layers],
-        )
-        found = opened.values()
+        found = open_rotations(Path(file), source)[0].values()
 
     def rounded(matrix: Tensor) -> Tensor:
         return spool.empty(matrix.shape, torch.float32).copy_(round_bits(matrix, bits))
