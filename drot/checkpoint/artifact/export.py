@@ -222,7 +222,10 @@ def _add_all(
     """
     left, tolerances = set(stored), dict[str, float]()
     for prediction in found:
-        left -= set(_add(writer, prediction, stored, tolerances))
+        if names := stored_names(prediction.name, stored):
+            left -= set(names)
+            tolerances[prediction.name] = prediction.tolerance
+            _add(writer, prediction, names, stored)
     if left:
         folder = stored[name := min(left)][0].parent
         raise UserError(f"{folder}: {name} is no tensor of `model`: name a folder that drot prune wrote")
@@ -232,18 +235,14 @@ def _add_all(
 def _add(
     writer: Writer,
     prediction: Prediction,
+    names: tuple[str, str | None],
     stored: dict[str, tuple[Path, str]],
-    tolerances: dict[str, float],
-) -> list[str]:
-    """Adds the parts of one tensor; returns the names of the checkpoint's tensors that they stand for."""
-    names = stored_names(prediction.name, stored)
-    if names is None:
-        return []
+) -> None:
+    """Adds the parts of one tensor. names: of the checkpoint's tensors that they stand for."""
     weight, positions = names
     path, dtype = stored[weight]
     if dtype not in DTYPES:
         raise UserError(f"{path}: {weight} must be of dtype {', '.join(DTYPES)}, got {dtype}")
-    tolerances[prediction.name] = prediction.tolerance
     changed = total = 0.0
     try:
         with safe_open(path, framework="pt") as handle:
@@ -274,4 +273,3 @@ def _add(
             f"{weight} of {path.parent} does not fit: name the dense `model` and the `rotations` of the run "
             "that made the checkpoint"
         )
-    return [name for name in names if name is not None]
