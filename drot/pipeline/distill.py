@@ -148,40 +148,32 @@ def _record_of_training(
         # of a model in memory; those of a skeleton are in `state`
         copies = [] if run.model.is_skeleton else [KeptWeights([layer]).state(CPU) for layer in layers]
 
+        def trained(*, keeps: bool) -> DistillationRecord:
+            """`_train`, which a GPU with too little memory ends without an error of the run."""
+            try:
+                for layer in layers:
+                    _load(run, state, layer)
+                return _train(run, dense, bases, keeps=keeps)
+            except torch.OutOfMemoryError:
+                if run.ranks.size > 1:  # the others are in a sum that this rank will not join
+                    raise
+                return DistillationRecord(left_out=f"the memory of {run.device} did not suffice")
+
         def as_pruned() -> None:
             for layer, weights in zip(layers, copies, strict=False):
                 KeptWeights([layer]).load(weights)
 
         # where a rank lacks memory in the training, the others would wait for it
         keeps = run.ranks.size == 1 and _needed(run, keeps=True) <= free
-        record = _trained(run, dense, bases, state, keeps=keeps)
+        record = trained(keeps=keeps)
         if keeps and record.left_out:
             as_pruned()
-            record = _trained(run, dense, bases, state, keeps=False)
+            record = trained(keeps=False)
         if not record.trained:
             as_pruned()
     if record.left_out:
         logger.warning("the kept weights are not trained towards the dense model: %s", record.left_out)
     return record
-
-
-def _trained(
-    run: RunContext,
-    dense: CalibrationStream,
-    bases: tuple[Tensor, Tensor] | None,
-    state: RunState | None,
-    *,
-    keeps: bool,
-) -> DistillationRecord:
-    """`_train`, which a GPU with too little memory ends without an error of the run."""
-    try:
-        for layer in run.model.layers:
-            _load(run, state, layer)
-        return _train(run, dense, bases, keeps=keeps)
-    except torch.OutOfMemoryError:
-        if run.ranks.size > 1:  # the others are in a sum that this rank will not join
-            raise
-        return DistillationRecord(left_out=f"the memory of {run.device} did not suffice")
 
 
 def _free(run: RunContext) -> int:
