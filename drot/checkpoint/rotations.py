@@ -82,17 +82,13 @@ def read_record(path: Path) -> dict[str, Any]:
         content = (handle.metadata() or {}).get("record", "{}")
         for name in handle.keys():  # noqa: SIM118
             if (dtype := handle.get_slice(name).get_dtype()) != "F32":
-                raise UserError(f"{path}: {name} must be of dtype float32, got {_name_of(dtype)}")
+                given = dtype_name(DENSE_DTYPES[dtype]) if dtype in DENSE_DTYPES else dtype
+                raise UserError(f"{path}: {name} must be of dtype float32, got {given}")
         record = parse_json(content.encode(), f"{path}: its record")
         tensors = ({name: handle.get_tensor(name)} for name in handle.keys())  # noqa: SIM118
         if record.pop(DIGEST, None) != _digest(tensors, record):
             raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
     return record
-
-
-def _name_of(dtype: str) -> str:
-    """The name of a dtype of a safetensors file."""
-    return dtype_name(DENSE_DTYPES[dtype]) if dtype in DENSE_DTYPES else dtype
 
 
 def open_rotations(path: Path, model: DecoderModel) -> tuple[RotationsOfLayers, dict[str, Any]]:

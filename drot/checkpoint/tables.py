@@ -13,8 +13,6 @@ from drot.config.rotation import point_of
 
 #: the cell of a figure that there is not
 NONE = "-"
-#: what a rotation of the residual gives; by the rows in benchmarks/README.md it costs no perplexity
-BOUNDARY_GAIN = "part of the product of the last linear of a layer"
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,8 @@ def _pruning_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         names = " and ".join(map(str.upper, manifest.rotations_left_out))
         yield "left out", f"{names}, for which this family has no place"
     if rotation.boundary == "residual" and manifest.format == "packed":
-        yield "boundary", BOUNDARY_GAIN
+        # by the rows in benchmarks/README.md it costs no perplexity
+        yield "boundary", "part of the product of the last linear of a layer"
     if (trained := manifest.shared_rotation) is not None:
         layers = len(manifest.layers)
         loss = change(trained.loss_before / layers, trained.loss_after / layers)

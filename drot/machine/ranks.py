@@ -107,7 +107,10 @@ class Ranks:
         """The sum of a number over the ranks, in fp64."""
         if self.size == 1:
             return value
-        return sum(self._numbers(value))
+        found = torch.zeros(self.size, dtype=torch.float64)
+        found[self.rank] = value
+        self._reduce(found)
+        return sum(found.tolist())
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """The rows [r, ...] of all ranks, one below the other; r is that of `share`.
@@ -152,14 +155,6 @@ class Ranks:
         sent = whole.view(-1).view(torch.uint8)
         with self._alive():
             dist.all_gather_into_tensor(sent, sent.chunk(self.size)[self.rank], group=self._group)
-
-    def _numbers(self, value: float) -> list[float]:
-        """The number of each rank."""
-        found = torch.zeros(self.size, dtype=torch.float64)
-        found[self.rank] = value
-        self._reduce(found)
-        numbers: list[float] = found.tolist()
-        return numbers
 
     def each(self, value: Value) -> list[Value]:
         """The value of each rank, which must be picklable."""
