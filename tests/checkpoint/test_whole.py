@@ -139,7 +139,7 @@ def test_files_that_mix_the_forms_of_experts_are_refused(changed, tmp_path):
         if not ("layers.1.mlp.experts." in name and any(f"{one}." in name for one in gone))
     }
     save_file(left | taken, folders[0] / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="hold experts in several forms"):
+    with pytest.raises(UserError, match="must hold the experts of a layer together, or each by itself"):
         drot.load(folders[0], device="cpu")
 
 
