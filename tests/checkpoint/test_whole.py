@@ -56,9 +56,14 @@ def raw(folder):
 
 
 @pytest.mark.parametrize(
-    ("mode", "tied"), [("none", False), ("shared", True), ("layer", False), ("layer", True)]
+    ("model_type", "mode", "tied"),
+    [
+        *((each, mode, tied) for each in TYPES for mode, tied in (("shared", True), ("layer", False))),
+        ("mistral3", "none", False),
+        ("qwen3_vl", "none", False),
+        ("qwen3_vl", "layer", True),
+    ],
 )
-@pytest.mark.parametrize("model_type", TYPES)
 def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_path):
     """The logits behind an image stay: the projector writes in the rotated basis."""
     source = save_small_whole(tmp_path / "source", model_type, tie_word_embeddings=tied)
@@ -121,6 +126,28 @@ def test_experts_lie_together_or_each_by_itself_as_in_the_source(whole, tmp_path
     if not whole:  # transformers opens both forms
         found = [AutoModelForCausalLM.from_pretrained(tmp_path / f"{one.name}-pruned") for one in folders]
         assert torch.equal(found[0](tokens).logits, found[1](tokens).logits)
+
+
+def test_forms_of_experts_that_transformers_does_not_read_are_refused(tmp_path):
+    """It opens the experts of a Qwen3-VL only together, and those of a Qwen3 only as [experts, out, in]."""
+    source = save_small_whole(tmp_path / "vl", "qwen3_vl_moe")
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        of_all, prefix = tensors.pop(name).mT, name.rpartition(".")[0]
+        parts = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        for number, own in enumerate(of_all):
+            rows = own.chunk(len(parts))
+            tensors |= {
+                f"{prefix}.{number}.{part}.weight": each.contiguous()
+                for part, each in zip(parts, rows, strict=True)
+            }
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="must hold the experts of a layer together"):
+        drot.load(source, device="cpu")
+    text = save_small_model(small_model("qwen3_moe"), tmp_path / "text")
+    hold_experts_together(text, small_model("qwen3_moe"), swapped=True)
+    with pytest.raises(UserError, match=r"gate_up_proj must be \[4, 48, 32\] by the model's config"):
+        drot.load(text, device="cpu")
 
 
 @pytest.mark.parametrize("changed", ["half of a layer", "a layer"])
