@@ -76,11 +76,11 @@ class Quantised(Header, ABC):
 
     @abstractmethod
     def read_scales(self, reader: PieceReader, units: range, device: torch.device) -> Tensor:
-        """The scales that `dense` takes for some or all of `units`."""
+        """The scales of `units`, or all scales, as `dense` takes them."""
 
     @abstractmethod
     def dense(self, reader: PieceReader, units: range, scales: Tensor, start: int) -> Tensor:
-        """The dense numbers of `units` in fp32, in their order. start: the first unit of `scales`."""
+        """The dense numbers of `units` in fp32, in their order. start: the first unit that was read."""
 
     def read(self, reader: PieceReader, target: Tensor, first: int) -> None:
         """Reads the dense numbers from number `first` on into a contiguous tensor on any device.
