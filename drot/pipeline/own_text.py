@@ -31,8 +31,6 @@ from drot.text.source import tokens_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from drot.pipeline.tokens import TextReader
-
 logger = logging.getLogger(__name__)
 #: sequences that are written at once, on a CPU, and at most on a GPU
 BATCH, GPU_BATCH = 32, 512
@@ -95,7 +93,17 @@ def sample(
     return _write(loaded, tokenizer, out, -(-tokens // seqlen), seqlen, seed, progress)
 
 
-def write_own_text(file: Path, recipe: ResolvedRecipe, reader: "TextReader") -> None:
+def write_own_text(
+    file: Path,
+    *,
+    recipe: ResolvedRecipe,
+    model: "str | Path | PreTrainedModel",
+    tokenizer: Any,
+    config: Any,
+    device: torch.device,
+    dtype: str | torch.dtype,
+    progress: Progress = silent,
+) -> None:
     """Writes the text that a run reads for the source `own`, unless `file` holds it or the run reads none.
 
     The text has WRITTEN times the tokens that the run reads, also for the training of all layers together;
@@ -105,9 +113,8 @@ def write_own_text(file: Path, recipe: ResolvedRecipe, reader: "TextReader") -> 
     Raises UserError if the memory does not hold the model, if a run that has begun has no text, and as
     `sample`.
 
-    reader: has the model. A loaded model writes where it lies.
+    device, dtype: of a model that is named. A loaded model writes where it lies.
     """
-    model, config, device, dtype = reader.model, reader.config, reader.device, reader.dtype
     text = recipe.calibration
     counts = (text.nsamples, recipe.recovery.distill_nsamples)
     tokens = math.ceil(WRITTEN * sum(tokens_of(OWN, text, count) for count in counts))
@@ -131,7 +138,7 @@ def write_own_text(file: Path, recipe: ResolvedRecipe, reader: "TextReader") -> 
         logger.warning("%s is a text of another model or of other settings: it is written again", file)
         file.unlink()
     if loads := isinstance(model, str | Path):
-        reader.progress(ProgressEvent(phase="load"))
+        progress(ProgressEvent(phase="load"))
         dtype = computing_dtype(dtype, device)
         _check_memory(config, device, dtype)
         model = load(model, device=device, dtype=dtype)
@@ -139,7 +146,7 @@ def write_own_text(file: Path, recipe: ResolvedRecipe, reader: "TextReader") -> 
     with writing(file):
         file.parent.mkdir(exist_ok=True)
     try:
-        _write(model.eval(), reader.tokenizer, file, count, seqlen, text.seed, reader.progress, written_by)
+        _write(model.eval(), tokenizer, file, count, seqlen, text.seed, progress, written_by)
     except torch.OutOfMemoryError:
         raise _too_little_memory(device, "") from None
     finally:
