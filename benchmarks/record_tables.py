@@ -225,6 +225,7 @@ OF_RECORDED: dict[str, Callable[[], str]] = {
     "earlier": lambda: records(earlier=True),
     "tuning": functools.partial(tuning, BALANCED),
     "tuning_of_rotations": functools.partial(tuning, "full, fast"),
+    "tuning_of_training": functools.partial(tuning, BEST),
     "points": points,
     "tiny": lambda: records(of_tiny=True),
     "three_points": choices(

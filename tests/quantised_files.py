@@ -65,8 +65,8 @@ def quantise_files(
     """Rewrites the linears in the files of a small model in FP8, and returns what they stand for in fp64.
 
     block: of the scales; None for one scale of each matrix. images: also the linears that read images.
-    compressed: as compressed-tensors names things, with a scale of each row. Those of gpt-oss are its experts
-    alone, in MXFP4.
+    compressed: as compressed-tensors names things; None for `block` is then one scale of each row. Those of
+    gpt-oss are its experts alone, in MXFP4.
     """
     torch.manual_seed(0)
     config = json.loads((folder / "config.json").read_text())
@@ -83,19 +83,20 @@ def quantise_files(
                 del tensors[name]
                 tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dense[name] = in_mxfp4(weight)
             continue
-        if compressed:
-            block = 1, weight.shape[-1]
-        own = block or (weight.shape[-2] // 2 if "gate_up" in name else weight.shape[-2], weight.shape[-1])
+        rows = 1 if compressed else weight.shape[-2] // 2 if "gate_up" in name else weight.shape[-2]
+        own = block or (rows, weight.shape[-1])
         tensors[name], scales, dense[name] = in_fp8(weight, own, power=power)
-        tensors[f"{name}_scale" + "_inv" * (not compressed)] = (
-            scales.squeeze() if block is None and scales.dim() == 2 else scales
-        )
+        if compressed:
+            tensors[f"{name}_scale"] = scales
+        else:
+            tensors[f"{name}_scale_inv"] = scales.squeeze() if block is None and scales.dim() == 2 else scales
         if activations:
             module = name.removesuffix(".weight")
             tensors |= {f"{module}.{of}": torch.tensor(0.5) for of in ("activation_scale", "k_scale")}
     entry: dict[str, Any] = {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
     if compressed:
         entry |= {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        entry["config_groups"] = {"group_0": {"weights": {"block_structure": block and list(block)}}}
     elif method == "fp8":
         entry |= {"fmt": "e4m3", "activation_scheme": "static" if activations else "dynamic"}
         entry |= {"weight_block_size": block and list(block)}

@@ -48,13 +48,46 @@ AT_ONCE = 2**24
 POWERS = ("U8", "F8_E8M0")
 
 
+Block = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+
+
+class WeightsOfGroup(BaseModel):
+    """How compressed-tensors quantises the weights of a group of linears."""
+
+    block_structure: Block | None = None
+
+
+class Group(BaseModel):
+    """A group of linears of compressed-tensors."""
+
+    weights: WeightsOfGroup | None = None
+
+
 class Keys(BaseModel):
     """What drot reads of the `quantization_config` of such a model.
 
-    weight_block_size: the rows and columns that share a scale; None where rows or a whole matrix do.
+    weight_block_size: the rows and columns that share a scale, of `quant_method: fp8`; transformers takes the
+        default too. None where a whole matrix shares one.
+    config_groups: the same of compressed-tensors. transform_config: what acts on activations too.
     """
 
-    weight_block_size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    weight_block_size: Block | None = (128, 128)
+    config_groups: dict[str, Group] = Field(default_factory=dict)
+    transform_config: dict[str, Any] | None = None
+
+    def block(self, where: str) -> tuple[int, int] | None:
+        """The rows and columns that share a scale. Raises UserError if there are several such blocks."""
+        if self.transform_config:
+            raise UserError(
+                f"{where} has a transform_config, which drot does not apply: name the original model"
+            )
+        if not self.config_groups:
+            return self.weight_block_size
+        found = {of.weights.block_structure for of in self.config_groups.values() if of.weights is not None}
+        if len(blocks := found - {None}) > 1:
+            several = ", ".join(sorted(map(str, blocks)))
+            raise UserError(f"{where} must have blocks of one size, got {several}: name the original")
+        return next(iter(blocks), None)
 
 
 @dataclass(frozen=True)
@@ -203,11 +236,12 @@ def dense_headers(headers: dict[str, Header], folder: Path) -> dict[str, Header]
     entry = entry_of(read_config(folder))
     if not is_readable(entry):
         return headers
-    block = check_schema(Keys, entry, f"{folder / CONFIG}: quantization_config").weight_block_size
+    where = f"{folder / CONFIG}: quantization_config"
+    block = check_schema(Keys, entry, where).block(where)
     found = {name: header for name, header in headers.items() if not name.endswith(BESIDE)}
     for name, header in headers.items():
         own = name.removesuffix(NUMBERS)
-        if header.dtype.startswith("F8_"):
+        if header.dtype.startswith("F8_") and header.dtype not in POWERS:
             scales = next((name + end for end in OF_FP8 if name + end in found), None)
             if scales is not None:
                 found[name] = _fp8(name, header, found.pop(scales), block)
@@ -229,26 +263,32 @@ def formats_of(headers: Mapping[str, Header]) -> set[str]:
 
 def _fp8(name: str, numbers: Header, scales: Header, block: tuple[int, int] | None) -> Fp8:
     *matrices, rows, columns = numbers.shape if len(numbers.shape) > 1 else (0, 0)
-    counts = tuple(scales.shape[-2:]) if len(scales.shape) > 1 else (1, 1)
-    sizes = [
-        _rows_of_scale(size, count, of) for size, count, of in zip((rows, columns), counts, block or (0, 0))
-    ]
+    of_rows, of_columns = scales.shape[-2:] if len(scales.shape) > 1 else (1, 1)
+    sizes = (
+        _sharing(rows, of_rows, block and block[0], halves=bool(matrices)),
+        _sharing(columns, of_columns, block and block[1]),
+    )
     fits = numbers.dtype == "F8_E4M3" and scales.dtype in (*DENSE_DTYPES, *POWERS) and all(sizes)
-    if not fits or math.prod(scales.shape) != math.prod(matrices) * math.prod(counts):
-        raise UserError(
-            _misfit(name, numbers, scales, f"in blocks of {list(block)}" if block else "of rows or all")
-        )
-    return Fp8(numbers.file, numbers.shape, "BF16", numbers.start, scales, (sizes[0], sizes[1]))
+    if not fits or math.prod(scales.shape) != math.prod(matrices) * of_rows * of_columns:
+        how = "of the whole weight or of each row" + (f", or in blocks of {list(block)}" if block else "")
+        raise UserError(_misfit(name, numbers, scales, how))
+    return Fp8(numbers.file, numbers.shape, "BF16", numbers.start, scales, sizes)
 
 
-def _rows_of_scale(size: int, count: int, block: int) -> int:
+def _sharing(size: int, count: int, block: int | None, *, halves: bool = False) -> int:
     """Of `size` rows or columns with `count` scales, those that share a scale; 0 if they do not fit.
 
-    block: as config.json says; 0 without. Gate and up in one weight may have a scale each in any case.
+    block: as config.json says. halves: whether gate and up, of experts, may have a scale each.
     """
+    if not size or not count:
+        return 0
+    if count == 1:
+        return size
     if block and -(-size // block) == count:
-        return min(block, size)
-    return size // count if count and size % count == 0 and (not block or count <= 2) else 0
+        return block
+    if count == size:
+        return 1
+    return size // 2 if halves and count == 2 and size % 2 == 0 else 0
 
 
 def _mxfp4(name: str, numbers: Header, scales: Header) -> Mxfp4:

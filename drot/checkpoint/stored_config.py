@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES
-from drot.model.whole import WHOLE_MODELS
+from drot.model.whole import UNREGISTERED, WHOLE_MODELS, register
 
 MODEL_TYPE = "drot"
 #: key of the family's `model_type`, such as `llama`
@@ -55,7 +55,9 @@ class StoredConfig(PreTrainedConfig):
         Raises UserError if the file names no family that drot supports.
         """
         entries = restored(config_dict | {"model_type": MODEL_TYPE})
-        return CONFIG_MAPPING[entries["model_type"]].from_dict(entries, **kwargs)
+        found = CONFIG_MAPPING[entries["model_type"]].from_dict(entries, **kwargs)
+        register(found[0] if isinstance(found, tuple) else found)  # with return_unused_kwargs
+        return found
 
 
 def restored(stored: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def restored(stored: dict[str, Any]) -> dict[str, Any]:
     if family in WHOLE_MODELS:
         names = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     entries = {k: v for k, v in stored.items() if k not in STORED and k != BASE_MODEL_TYPE}
-    return entries | {"model_type": family, "architectures": [names[family]]}
+    return entries | {"model_type": family, "architectures": [(names | UNREGISTERED)[family]]}
 
 
 def write_stored_form(file: Path) -> None:

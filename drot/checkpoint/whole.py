@@ -113,6 +113,7 @@ class Whole:
             part |= {entry: 0 for entry in PREDICTION_LAYERS if part.get(entry)}
         for part in (entries, text):
             part.pop("quantization_config", None)
+            part.pop("tie_embedding", None)  # an older name of LFM2's
         if (entry := written.get("quantization_config")) is not None:
             entries["quantization_config"] = entry
         file.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -45,12 +45,12 @@ def _program(words: list[str]) -> Callable[[], Any]:
     name, *rest = words or [""]
     if name == "-m" and rest:
         sys.argv, sys.path[0] = rest, os.getcwd()
-        return lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return lambda: _run_as_main(runpy.run_module, rest[0], alter_sys=True)
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise UserError(f"there is no file {shortened(name)}: name a Python program after --")
         sys.argv, sys.path[0] = words, str(Path(name).resolve().parent)
-        return lambda: runpy.run_path(name, run_name="__main__")
+        return lambda: _run_as_main(runpy.run_path, name)
     found = entry_points(group="console_scripts", name=name)
     if not found:
         raise UserError(
@@ -60,3 +60,8 @@ def _program(words: list[str]) -> Callable[[], Any]:
     sys.argv = words
     started: Callable[[], Any] = next(iter(found)).load()
     return started
+
+
+def _run_as_main(run_program: Callable[..., Any], name: str, **options: Any) -> None:
+    """Returns no status: what runpy returns are the names of the program."""
+    run_program(name, run_name="__main__", **options)

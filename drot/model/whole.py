@@ -65,7 +65,10 @@ TEXT_TYPES = {
     "glm4v_moe_text": "glm4_moe",
 }
 #: whole model → how its published files hold the experts of a layer (`EXPERTS_IN_FILES`); others together
-EXPERTS_OF_WHOLE = {"qwen3_vl_moe": "swapped", "glm4v_moe": "apart"}
+EXPERTS_OF_WHOLE = {
+    "qwen3_vl_moe": "swapped",
+    **dict.fromkeys(("glm4v_moe", "internvl", "lfm2_vl"), "apart"),
+}
 #: type of a language model that transformers opens in a model that reads images alone → its class there
 UNREGISTERED = {"mistral4": "Mistral4ForCausalLM"}
 
@@ -148,9 +151,17 @@ def stored_names(names: Iterable[str], model_type: str) -> StoredNames:
                 f"the files must hold one of {', '.join(each + 'weight' for each in PROJECTORS)}, which "
                 f"writes images into the residual stream, got {len(projectors)}: copy the model again"
             )
-        later = sorted((int(found[2]), found[1]) for name in names if (found := LATER_PROJECTORS.match(name)))
+        later = sorted(
+            (int(found[2]), found[1]) for name in names if (found := LATER_PROJECTORS.fullmatch(name))
+        )
         writers = [*projectors, *(prefix for _, prefix in later)]
     return StoredNames(body, f"{BODIES[body]}lm_head.", tuple(writers))
+
+
+def register(config: Any) -> None:
+    """Tells AutoModelForCausalLM of the model of `config`, if transformers does not."""
+    if (name := UNREGISTERED.get(config.model_type)) is not None:
+        transformers.AutoModelForCausalLM.register(type(config), getattr(transformers, name), exist_ok=True)
 
 
 def language_config(whole: Any) -> Any:
@@ -160,8 +171,7 @@ def language_config(whole: Any) -> Any:
     on, transformers' AutoModelForCausalLM knows the language model.
     """
     text = whole.get_text_config()
-    if (name := UNREGISTERED.get(text.model_type)) is not None:
-        transformers.AutoModelForCausalLM.register(type(text), getattr(transformers, name), exist_ok=True)
+    register(text)
     if whole.model_type not in WHOLE_MODELS:
         return whole
     text = copy.deepcopy(text)
@@ -170,6 +180,9 @@ def language_config(whole: Any) -> Any:
         rope = {name: each for name, each in text.rope_parameters.items() if not name.startswith("mrope_")}
         if rope.get("rope_type") == "mrope":  # the same for text as the default
             rope["rope_type"] = "default"
+        if text.model_type == "glm4v_text":  # which has other defaults than GLM-4
+            rope.setdefault("partial_rotary_factor", 1.0)
+            entries.setdefault("head_dim", text.hidden_size // text.num_attention_heads)
         entries["rope_parameters"] = rope
         text = transformers.AutoConfig.for_model(TEXT_TYPES[text.model_type], **entries)
     text.tie_word_embeddings = whole.tie_word_embeddings

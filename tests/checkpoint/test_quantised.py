@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from typing import Any
 
@@ -28,7 +29,8 @@ TOKENS = random_tokens(2, 12)
 FORMATS = {
     "deepseek_v3": (dict(), {}),  # 24 + 16 rows and other sizes end in the middle of a block
     "deepseek_v3-powers": (dict(power=True, block=(8, 4)), {}),
-    "glm4_moe": (dict(compressed=True), {}),
+    "glm4_moe": (dict(compressed=True, block=None), {}),
+    "glm4_moe-blocks": (dict(compressed=True, block=(20, 8)), {}),  # of 24 rows, the last block has 4
     "minimax_m2": (dict(block=(8, 4)), {}),
     "llama-biased": (dict(block=None, activations=True), {}),
     "qwen3_5_moe_text": (dict(block=None), {}),
@@ -41,7 +43,7 @@ def published(request, tmp_path_factory):
     """The folder of a quantised model, that of the same model with dense weights, and these in fp64."""
     room = tmp_path_factory.mktemp("published")
     settings, changes = FORMATS[request.param]
-    model = small_model(request.param.removesuffix("-powers"), **changes).bfloat16()
+    model = small_model(request.param.removesuffix("-powers").removesuffix("-blocks"), **changes).bfloat16()
     folder = save_small_model(model, room / "quantised")
     shutil.copytree(folder, room / "dense")
     weights = quantise_files(folder, **settings)
@@ -156,12 +158,19 @@ def test_a_model_in_memory_is_named_by_its_folder():
 
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
+GROUPS = {str(size): {"weights": {"block_structure": [size, size]}} for size in (8, 16)}
 MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "other blocks": (dict(weight_block_size=[8, 8]), {}, r"scales .* must be in blocks of \[8, 8\]"),
+    "other blocks": (dict(weight_block_size=[8, 8]), {}, r"scales .* or in blocks of \[8, 8\]"),
     "no blocks": (dict(weight_block_size=[8]), {}, "weight_block_size"),
     "an empty block": (dict(weight_block_size=[0, 8]), {}, "weight_block_size"),
     "no scales": ({}, {f"{NAME}_scale_inv": None}, f"{NAME} is in F8_E4M3 without a scale"),
     "a block beyond the weight": (dict(weight_block_size=[16, 10**12]), {}, "has numbers .* in blocks of"),
+    "blocks of several sizes": (
+        dict(quant_method="compressed-tensors", format="float-quantized", config_groups=GROUPS),
+        {},
+        r"must have blocks of one size, got \(16, 16\), \(8, 8\)",
+    ),
+    "a transform": (dict(transform_config={"config_groups": {}}), {}, "has a transform_config"),
     "no columns": (
         {},
         {NAME: torch.ones(32, 0).to(torch.float8_e4m3fn), f"{NAME}_scale_inv": torch.ones(2, 0)},
@@ -189,15 +198,20 @@ def test_files_that_do_not_fit_are_refused(case, folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+BESIDE = re.compile("vision|visual|projector")
+#: of those, the linears that R1 rotates
+WRITES = re.compile(r"projector\.linear_2|merger\.linear_fc2|merger_list\.\d+\.linear_fc2")
+
+
 @pytest.mark.parametrize(
-    ("model_type", "images"), [("mistral3", False), ("mistral3", True), ("qwen3_vl_moe", False)]
+    ("model_type", "images"), [("mistral3", False), ("mistral3", True), ("qwen3_vl_moe", True)]
 )
 def test_a_model_that_reads_images_too(model_type, images, tmp_path):
     """Those published by Mistral leave the part for images as it is; it becomes dense in any case."""
     folder = save_small_whole(tmp_path / "model", model_type, dtype="bfloat16")
     shutil.copytree(folder, tmp_path / "dense")
     weights = quantise_files(folder, images=images)
-    assert any("projector" in name for name in weights) == images
+    assert any("projector" in name or "visual" in name for name in weights) == images
     config = json.loads((folder / "config.json").read_text())
     if images:  # the entry may stand in the config of the language model alone
         config["text_config"]["quantization_config"] = config.pop("quantization_config")
@@ -206,10 +220,12 @@ def test_a_model_that_reads_images_too(model_type, images, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     stored = load_file(tmp_path / "dense" / "model.safetensors")
     dense = {
-        name: weight.to(torch.float32 if ".layers." in name and "vision" not in name else torch.bfloat16)
+        name: weight.to(
+            torch.bfloat16 if "visi" in name or "visual" in name or "projector" in name else torch.float32
+        )
         for name, weight in weights.items()
     }
-    dense |= {name: weight.float() for name, weight in weights.items() if "linear_2" in name}  # R1 rotates it
+    dense |= {name: weight.float() for name, weight in weights.items() if WRITES.search(name)}
     save_file(stored | dense, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
     for name, source in (("found", folder), ("expected", tmp_path / "dense")):
         prune(source, one_shot(), out=tmp_path / name, save_dtype="float32")

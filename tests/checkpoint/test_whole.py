@@ -26,7 +26,7 @@ from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES
-from drot.model.whole import PROJECTORS
+from drot.model.whole import PROJECTORS, language_config
 
 pytestmark = pytest.mark.slow
 
@@ -391,3 +391,22 @@ def test_what_cannot_be_had_is_refused(tmp_path):
     change_json(source / "config.json", text_config={"hidden_size": 0})
     with pytest.raises(UserError, match="text_config.*hidden_size"):
         load_config(source)
+
+
+def test_a_model_of_text_that_transformers_opens_only_with_images(tmp_path):
+    """AutoModelForCausalLM does not know the language model of Mistral Small 4 by itself."""
+    source = save_small_model(small_model("mistral4", moe_intermediate_size=48), tmp_path / "source")
+    for mode in ("layer", "shared"):
+        prune(source, one_shot(mode), out=tmp_path / mode)
+        tokens = random_tokens(1, 20)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / mode)(tokens).logits
+        assert torch.equal(found, drot.load(tmp_path / mode, device="cpu")(tokens).logits)
+
+
+def test_entries_that_glm_4_would_have_other_defaults_for():
+    config = small_whole("glm4v").config
+    for entry in ("head_dim", "partial_rotary_factor"):
+        vars(config.text_config).pop(entry, None)
+        config.text_config.rope_parameters.pop(entry, None)
+    found = language_config(config)
+    assert found.head_dim == 32 // 4 and found.rope_parameters["partial_rotary_factor"] == 1.0

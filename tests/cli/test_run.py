@@ -34,6 +34,14 @@ def test_a_program_sees_its_own_command_line(words, tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out == f"{shown} __main__ True\n"
 
 
+@pytest.mark.parametrize("words", [["program.py"], ["python", "program.py"], ["-m", "program"]])
+def test_a_program_that_ends_has_status_0(words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "program.py").write_text("print('done')")
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["run", "--", *words]) == 0
+    assert capsys.readouterr().out == "done\n"
+
+
 def test_a_command_of_a_package(capsys):
     assert cli.run(["run", "--", "pytest", "--version"]) == 0
     assert pytest.__version__ in capsys.readouterr().out
