@@ -74,6 +74,7 @@ def test_it_loads_as_the_dense_model(published):
     assert torch.equal(found(TOKENS).logits, expected(TOKENS).logits)
 
 
+@pytest.mark.slow
 def test_transformers_makes_the_same_of_it(published):
     folder, _, _ = published
     config = json.loads((folder / "config.json").read_text())
@@ -90,6 +91,7 @@ def test_transformers_makes_the_same_of_it(published):
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.slow
 def test_it_is_pruned_as_the_dense_model(published, tmp_path):
     folder, dense, _ = published
     for name, source in (("found", folder), ("expected", dense)):
@@ -99,6 +101,7 @@ def test_it_is_pruned_as_the_dense_model(published, tmp_path):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.slow
 def test_parts_of_a_weight_are_those_of_the_whole(published, monkeypatch):
     """A run reads the ends of the weights of a large model, to know it again."""
     folder, _, weights = published
@@ -132,6 +135,7 @@ def test_it_says_what_it_does(folder, tmp_path, caplog, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")(TOKENS).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(folder, tmp_path):
     interrupted(folder, one_shot(), out=tmp_path / "again")
     prune(folder, one_shot(), out=tmp_path / "again", resume=True)
@@ -139,6 +143,7 @@ def test_an_interrupted_run_goes_on(folder, tmp_path):
     assert_same_weights(saved_tensors(tmp_path / "again"), saved_tensors(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_the_pruned_model_is_compared_with_it(folder, tmp_path):
     prune(folder, one_shot(), out=tmp_path / "out")
     (tmp_path / "text.txt").write_text("a b c d " * 40)
@@ -203,6 +208,7 @@ BESIDE = re.compile("vision|visual|projector")
 WRITES = re.compile(r"projector\.linear_2|merger\.linear_fc2|merger_list\.\d+\.linear_fc2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "images"), [("mistral3", False), ("mistral3", True), ("qwen3_vl_moe", True)]
 )
@@ -235,6 +241,7 @@ def test_a_model_that_reads_images_too(model_type, images, tmp_path):
     assert "quantization_config" not in config["text_config"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_it_can_be_made_dense_without_pruning(whole, tmp_path):
     if whole:
