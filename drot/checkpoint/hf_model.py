@@ -296,9 +296,7 @@ class DrotQuantizer(HfQuantizer):
             if self.whole:
                 names = stored_names(headers, text.config.model_type)
                 headers = {own: each for name, each in headers.items() if (own := names.own(name))}
-            follow_files(
-                text, shapes_of(headers), experts_in_files(model.config.model_type if self.whole else None)
-            )
+            follow_files(text, shapes_of(headers), experts_in_files(model.config.model_type))
             check_headers(text, headers, dtypes=STORED_DTYPES)
         return model
 

@@ -66,9 +66,8 @@ def _compare(dense: Tensor, pruned: Tensor, windows: Tensor) -> Tensor:
     of a window mean nothing, because the token behind the window is not known.
     """
     targets = windows.roll(-1, dims=1).flatten().to(dense.device)
-    step = max(
-        1, logits_at_once(dense.device) // (4 * dense.shape[-1])
-    )  # two log-softmaxes, their exp and a product
+    # two log-softmaxes, their exp and a product
+    step = max(1, logits_at_once(dense.device) // (4 * dense.shape[-1]))
     parts = []
     for first, second, ids in zip(
         dense.flatten(0, 1).split(step), pruned.flatten(0, 1).split(step), targets.split(step), strict=True

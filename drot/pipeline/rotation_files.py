@@ -114,7 +114,7 @@ def check_rotations_output(
 
 
 def check_same_rotations(file: Path, identity: dict[str, Any]) -> None:
-    """Raises UserError if `file` exists and not the run with `identity` has written it."""
+    """Raises UserError if `file` exists and another run has written it than the one with `identity`."""
     if not file.exists():
         return
     record = read_record(file)
