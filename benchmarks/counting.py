@@ -58,8 +58,9 @@ LATENCY, MESSAGE = (60e-6, 30e-6), 0.5e-3
 GPU_MEMORY = 80e9
 #: main memory for each GPU, as in a DGX H100, for the inputs of layers that a backward pass needs
 HOST_MEMORY = 256e9
-#: bytes a second that a rank sends to another: over NVLink to one of its machine, or over the network
-NVLINK, NETWORK, GPUS_OF_A_MACHINE = 400e9, 50e9, 8
+#: bytes a second that a rank sends to another of its machine over NVLink, and that pass an adapter of the
+#: network: 400 Gbit/s, of which others have measured 46 to 48 GB/s. A DGX H100 has an adapter for each GPU.
+NVLINK, ADAPTER, GPUS_OF_A_MACHINE = 400e9, 50e9, 8
 aten, drot_ops = torch.ops.aten, torch.ops.drot
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
 #: steps in which neither the embedding nor the head is on the device, while `meta` holds them all the time
@@ -76,20 +77,23 @@ class CountedRanks(Ranks):
     """A rank of several that do the same at the same time. It counts the seconds in which it would send.
 
     values: what `on_rank` gave to rank 0 in the same run, for another rank; rank 0 writes it there.
+    adapters: of the network, in each machine. NCCL makes as many rings, each of which sends another part.
+
+    Attributes:
+        seconds: in which the rank would send.
     """
 
     first = True  # every rank has the files
 
-    def __init__(self, rank: int, size: int, values: list[Any], machine: bool = False) -> None:
-        super().__init__(rank, size, rank % GPUS_OF_A_MACHINE)
-        self._waited, self._values = 0.0, values
+    def __init__(self, rank: int, size: int, values: list[Any], adapters: int = GPUS_OF_A_MACHINE) -> None:
+        local_size = min(size, GPUS_OF_A_MACHINE)
+        super().__init__(rank, size, rank % GPUS_OF_A_MACHINE, local_size=local_size)
+        self.seconds, self._values = 0.0, values
         self._coming = iter(list(values)) if rank else None
-        if size > GPUS_OF_A_MACHINE and not machine:
-            self.of_machine = CountedRanks(self.local_rank, GPUS_OF_A_MACHINE, [], machine=True)
+        self._rate = NVLINK if size == local_size else min(NVLINK, adapters * ADAPTER)
 
     def _send(self, size: float) -> None:
-        inside = self.size <= GPUS_OF_A_MACHINE
-        self._waited += LATENCY[inside] + size / (NVLINK if inside else NETWORK)
+        self.seconds += LATENCY[self.size == self.local_size] + size / self._rate
 
     def _reduce(self, tensor: Tensor) -> None:
         self._send(2 * self._of_others * tensor.nbytes)
@@ -98,11 +102,11 @@ class CountedRanks(Ranks):
         self._send(self._of_others * whole.nbytes)
 
     def total(self, value: float) -> float:
-        self._waited += MESSAGE
+        self.seconds += MESSAGE
         return value * self.size
 
     def each(self, value: Any) -> list[Any]:
-        self._waited += MESSAGE
+        self.seconds += MESSAGE
         return [value] * self.size
 
     def on_rank(self, rank: int, function: Any, device: torch.device = CPU) -> Any:
@@ -111,10 +115,10 @@ class CountedRanks(Ranks):
         else:
             result = function() if rank == self.rank else self._values[-1]  # of another layer, as large
             self._values.append(result)
-        self._waited += MESSAGE
+        self.seconds += MESSAGE
         for tensor in _tensors(result):  # to the GPU of the sender, and home from those of the others
             self._send(self._of_others * tensor.nbytes)
-            self._waited += ((not tensor.is_meta) + (device == CPU)) * tensor.nbytes / PINNED
+            self.seconds += ((not tensor.is_meta) + (device == CPU)) * tensor.nbytes / PINNED
         return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), result)
 
     def same(self, tensors: Any) -> bool:
@@ -123,11 +127,6 @@ class CountedRanks(Ranks):
     @property
     def _of_others(self) -> float:
         return (self.size - 1) / self.size
-
-    @property
-    def seconds(self) -> float:
-        machine: Any = self.of_machine
-        return self._waited + (0.0 if machine is self else machine.seconds)
 
 
 class Costs(TorchDispatchMode):

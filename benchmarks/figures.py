@@ -149,6 +149,7 @@ def scale() -> str:
             f"{row['model']}, `{row['quality']}`",
             row["ranks"],
             row["disk"],
+            row["adapters"],
             *(row[step] for step in steps),
             row["minutes"],
             f"{float(row['efficiency']):.0%}",
@@ -162,7 +163,7 @@ def scale() -> str:
         ]
         for row in rows
     ]
-    return table(["model", "GPUs", "disk", *steps, "minutes", "not lost", "wanted"], body, rows)
+    return table(["model", "GPUs", "disk", "adapters", *steps, "minutes", "not lost", "wanted"], body, rows)
 
 
 def speeds(name: str, *functions: str) -> Callable[[], str]:

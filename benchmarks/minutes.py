@@ -5,9 +5,9 @@
     python benchmarks/minutes.py --ranks 8 --quality balanced  of each of 8 GPUs that share the run
 
 counting.py counts a run: what its ops, its copies between the memories and its files take at RATES. With
-several ranks, what a rank would send is counted in place of sent: as a ring of all GPUs does, over NVLink
-within a machine of 8 GPUs, and over the network between machines. Several ranks train with --hessians dense,
-so that each trains the rotations of other layers.
+several ranks, what a rank would send is counted in place of sent: as rings of all GPUs do, over NVLink within
+a machine of 8 GPUs, and over the adapters of the network between machines. Several ranks train with
+--hessians dense, so that each trains the rotations of other layers.
 
 An op takes the longest of three times at RATES: its operations, the bytes that it reads and writes, and its
 launch. Files are read and written by threads; a run waits for them as far as they take longer than its work
@@ -44,6 +44,7 @@ from counting import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drot.checkpoint.pieces import READERS
+from drot.checkpoint.resume import HASHERS
 from drot.config import QUALITIES, Recipe, resolve
 from drot.config.recipe import DISTILL_TEXT
 from drot.core.hashes import WHOLE_HASH_BYTES
@@ -100,8 +101,9 @@ class OfLayer:
         peak: the most bytes that tensors took on the GPU of rank 0, in a run of two layers.
     """
 
-    def __init__(self, shape: str, recipe: Any, tokens: torch.Tensor, size: int) -> None:
-        self._shape, self._recipe, self._tokens, self._size = shape, recipe, tokens, size
+    def __init__(self, shape: str, recipe: Any, tokens: torch.Tensor, size: int, adapters: int) -> None:
+        self._shape, self._recipe, self._tokens = shape, recipe, tokens
+        self._size, self._adapters = size, adapters
         self._values: list[Any] = []
         # with --hessians dense a rank trains every n-th layer; rank 1 trains none of a single layer
         two, two_before, copies_of_two, files_of_two = self._counted(2)
@@ -130,7 +132,7 @@ class OfLayer:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)
         self._values[:] = self._values if rank else []
-        ranks = CountedRanks(rank, self._size, self._values) if self._size > 1 else ALONE
+        ranks = CountedRanks(rank, self._size, self._values, self._adapters) if self._size > 1 else ALONE
         costs, files = counted_run(model.eval().requires_grad_(False), self._recipe, self._tokens, ranks)
         self._peak = max(costs.peak.values())
         found, self.layers_ahead = costs.seconds.copy(), costs.layers_ahead
@@ -150,11 +152,13 @@ def minutes_of(
     host_memory: float = HOST_MEMORY,
     steps: int | None = None,
     disk: float = DISK,
+    adapters: int = GPUS_OF_A_MACHINE,
 ) -> tuple[dict[str, float], Counter[tuple[str, str]], int]:
     """Step → seconds of a layer; the seconds of its ops; and the most bytes that tensors took on a GPU.
 
     size: the number of ranks. host_memory: bytes of main memory for each GPU. steps: of the training of a
     rotation; None for those of the quality. disk: bytes a second that the disk of a machine reads or writes.
+    adapters: of the network, in each machine.
 
     The step `copies` is what a run waits for copies and files, as far as no work hides them; `send` is what
     the ranks send; `beside` is of the whole run, and not of a layer.
@@ -172,7 +176,7 @@ def minutes_of(
     if not _fits_together(shape, recipe, nsamples, seqlen):
         recipe = resolve(recipe, device="cuda", positions=seqlen, tokens=(nsamples, seqlen))
     count = config["num_hidden_layers"]
-    layer = OfLayer(shape, recipe, torch.zeros(nsamples, seqlen, dtype=torch.long), size)
+    layer = OfLayer(shape, recipe, torch.zeros(nsamples, seqlen, dtype=torch.long), size, adapters)
     trained = math.ceil(count / size) / count if dense else 0.0  # of the layers, by this rank
     ops = Counter({k: layer.ops[k] + trained * layer.training[k] for k in layer.ops | layer.training})
     seconds = dict.fromkeys(STEPS[1:], 0.0)  # the first is `load`
@@ -211,22 +215,24 @@ def minutes_of(
         seconds["copies"] += bytes_read / disk
     # a thread reads the next layer and copies it to the GPU; another copies the layer before home and writes
     # it; a third hashes the layer before that
-    reader, writer, hasher = again, (written, layer.home / HOST), (0.0, written / HASH)
-    of_file = rotation / disk + rotation / HASH
-    beside = waits(disk, 0.0, writer) + hasher[1]  # of the last layer
+    reader, writer = again, (written, layer.home / HOST)
+    # a layer is hashed while the next is written; its hash is waited for before the next but one is
+    hasher = 0.0, (waits(disk, 0.0, writer) + written / HASH) / 2
+    of_rotation = max(rotation / disk, rotation / HASH / HASHERS)  # in a batch
+    beside = waits(disk, 0.0, writer) + written / HASH  # of the last layer
     if dense:
         of_pass, of_training = layer.before[0], trained * layer.before[1]
         # some layers of a batch are read while the batch before is trained, the others while it is calibrated
         late = (1 - layer.layers_ahead / size) * waits(disk, of_pass, reader)
         training = of_pass + of_training
-        rotations = (rotation, 0.0), (0.0, rotation / HASH)
+        rotations = (rotation, 0.0), (0.0, rotation / HASH / HASHERS)
         seconds["copies"] += max(late, waits(disk, training, reader, *rotations))
         work -= training
         read_ahead = layer.ahead, layer.ahead / HASH
         seconds["copies"] += waits(disk, work, reader, writer, hasher, read_ahead)
         # the last batch of rotations is written while the first layer is pruned; a run waits for the first
         # rotation, and for those of the embedding and the head
-        beside += max(0.0, size * of_file - work) + 3 * of_file
+        beside += max(0.0, size * of_rotation - work) + 3 * (rotation / disk + rotation / HASH)
     else:
         seconds["copies"] += waits(disk, work, reader, writer, hasher)
     # the ends are read twice and written, copied there and back, and hashed
@@ -256,6 +262,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="training steps; default: those of the quality")
     parser.add_argument("--host-memory", type=float, default=HOST_MEMORY / 1e9, help="GB for each GPU")
     parser.add_argument("--disk", type=float, default=DISK / 1e9, help="GB/s of the disk of a machine")
+    parser.add_argument(
+        "--adapters", type=int, default=GPUS_OF_A_MACHINE, help="adapters of the network in each machine"
+    )
     parser.add_argument("--ops", type=int, default=0, help="how many ops of a layer are named")
     add_csv(parser)
     options = parser.parse_args()
@@ -268,7 +277,7 @@ def main() -> None:
             for ranks in sorted({1, *options.ranks}):
                 seconds, ops, peak = minutes_of(
                     shape, quality, options.nsamples, options.seqlen, ranks, 1e9 * options.host_memory,
-                    options.steps, 1e9 * options.disk,
+                    options.steps, 1e9 * options.disk, options.adapters,
                 )  # fmt: skip
                 row = {"model": shape, "quality": quality, **show(shape, quality, ranks, seconds)}
                 fits = "fit" if peak <= GPU_MEMORY else "DO NOT FIT"
@@ -280,7 +289,10 @@ def main() -> None:
                 if options.ranks:
                     alone = alone or float(row["minutes"])
                     row |= compared(shape, quality, ranks, float(row["minutes"]), alone)
-                    row["disk"] = f"{options.disk:g}"
+                    row |= {
+                        "disk": f"{options.disk:g}",
+                        "adapters": options.adapters if ranks > GPUS_OF_A_MACHINE else "",
+                    }
                 if options.csv is not None:
                     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
                     file = "scale.csv" if options.ranks else "minutes.csv"

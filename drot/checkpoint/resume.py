@@ -6,8 +6,9 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ JOURNAL = "parts.json"
 LAYER = "layer_"
 #: the part with the record of a training of all layers, and the beginning of the names of its layers
 DISTILLED = "distilled"
+#: Files that are hashed at the same time. Ranks train as many rotations at once, which rank 0 saves together.
+HASHERS = 4
 
 
 class Part(FileRecord):
@@ -177,8 +180,8 @@ class RunState:
     else. The folder is created with the first part. Its run.json holds the identity of the run, and its
     parts.json the hashes and the records of the parts.
 
-    Inside the context `saving`, `save_later` writes parts in a thread while the run goes on, a second thread
-    hashes them, and a third reads the part of `read_ahead`.
+    Inside the context `saving`, `save_later` writes parts in a thread while the run goes on. Other threads
+    hash them and enter them in the journal, in their order, and another reads the part of `read_ahead`.
 
     A part that does not fit its hashes is computed again. The parts after it are kept if the new tensors
     equal the lost ones, as they do on the same machine with the same number of threads; otherwise they are
@@ -211,7 +214,8 @@ class RunState:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._writer: ThreadPoolExecutor | None = None
-        self._hasher: ThreadPoolExecutor | None = None
+        self._hashers: ThreadPoolExecutor | None = None
+        self._journal: ThreadPoolExecutor | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._written: Future[list[Future[None]]] | None = None
         self._hashed: list[Future[None]] = []
@@ -266,7 +270,8 @@ class RunState:
             yield
             return
         with (
-            background_thread("drot-hash") as self._hasher,
+            ThreadPoolExecutor(HASHERS, "drot-hash") as self._hashers,
+            ThreadPoolExecutor(1, "drot-journal") as self._journal,
             background_thread("drot-save") as self._writer,
             background_thread("drot-read") as self._reader,
         ):
@@ -298,8 +303,9 @@ class RunState:
             hashed = []
             for name, copies, record in coming:
                 self._write(name, copies())
-                assert self._hasher is not None
-                hashed.append(self._hasher.submit(self._enter, name, record))
+                assert self._hashers is not None and self._journal is not None
+                of_file = self._hashers.submit(file_record, self.file(name))
+                hashed.append(self._journal.submit(self._enter, name, of_file.result, record))
             return hashed
 
         self._written = self._writer.submit(write_all)
@@ -326,16 +332,16 @@ class RunState:
         """
         if self._ranks.first:
             self._write(name, tensors)
-            self._enter(name, record)
+            self._enter(name, partial(file_record, self.file(name)), record)
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         self._begin()
         with new_file(self.file(name)) as part:
             save_shard(tensors, part)
 
-    def _enter(self, name: str, record: Any) -> None:
-        """Hashes the file of the part `name`, and enters the part in the journal."""
-        entry = {**file_record(self.file(name)).model_dump(), "machine": self._machine}
+    def _enter(self, name: str, hashed: Callable[[], FileRecord], record: Any) -> None:
+        """Enters the part `name` in the journal. hashed: gives the hash and the size of its file."""
+        entry = {**hashed().model_dump(), "machine": self._machine}
         entry["record"] = json.dumps(record)
         with self._lock:
             parts = self._parts | {name: entry}

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_tim
 from torch.utils import _pytree as pytree
 
 from drot.core.errors import ToldElsewhere, UserError
-from drot.core.torchrun import local_rank, world_size
+from drot.core.torchrun import local_rank, local_size, world_size
 from drot.machine.devices import is_gpu
 from drot.machine.transfer import in_main_memory
 
@@ -54,10 +54,10 @@ class Ranks:
     rank, size: this rank, in [0, size), and the number of ranks.
     local_rank: the number of this rank on its machine, which is that of its GPU.
     store: a store that all ranks share; None without torchrun.
+    local_size: the number of ranks on this machine, whose main memory they share; None: all ranks.
 
     Attributes:
         device: where this rank computes.
-        of_machine: the ranks of this machine, whose GPUs send to each other faster than over a network.
         where: what this rank does, for the message if one ends. then: what the message says behind it.
         sent: `sums`, `rows` and `values` → the bytes of tensors that this rank has sent in `add_`, in
             `gather_rows` and `gather_rows_`, and in `on_rank`, if they go round in a ring: 2 (n - 1) / n of a
@@ -65,11 +65,16 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, local_rank: int = 0, store: Any = None, group: Any = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        local_rank: int = 0,
+        store: Any = None,
+        local_size: int | None = None,
     ) -> None:
-        self.rank, self.size, self.local_rank, self._store, self._group = rank, size, local_rank, store, group
+        self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
+        self.local_size = size if local_size is None else local_size
         self.device, self.where, self.then = torch.device("cpu"), "the start", ""
-        self.of_machine = self.whole = self
         self.sent: Counter[str] = Counter()
 
     @property
@@ -101,7 +106,7 @@ class Ranks:
 
     def _reduce(self, tensor: Tensor) -> None:
         with self._alive():
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor)
 
     def total(self, value: float) -> float:
         """The sum of a number over the ranks, in fp64."""
@@ -130,38 +135,42 @@ class Ranks:
     def gather_rows_(self, matrix: Tensor, parts: Sequence[slice] | None = None) -> None:
         """Replaces the rows of `matrix` that other ranks have computed by theirs.
 
-        parts: the rows of each rank; None are its `shares`.
+        parts: the rows of each rank, in ascending or in descending order; None are its `shares`.
         """
         if self.size == 1 or not len(matrix):
             return
         parts = self.shares(len(matrix)) if parts is None else parts
         most = max(part.stop - part.start for part in parts)
-        equal = [slice(rank * most, (rank + 1) * most) for rank in range(self.size)]
         self.sent["rows"] += (self.size - 1) * most * matrix[:1].nbytes
-        if parts == equal and len(matrix) == self.size * most and matrix.is_contiguous():
-            self._gather_(matrix)
+        target = matrix[min(part.start for part in parts) : max(part.stop for part in parts)]
+        ascending, equal = parts[0].start <= parts[-1].start, len(target) == self.size * most
+        if equal and ascending and target.is_contiguous():
+            self._gather_(target)
             return
-        whole = matrix.new_empty(self.size * most, *matrix.shape[1:])
         own = matrix[parts[self.rank]]
-        whole[equal[self.rank]][: len(own)] = own
+        whole = matrix.new_empty(self.size, most, *matrix.shape[1:])
+        whole[self.rank, : len(own)] = own
         self._gather_(whole)
-        for rank, (part, padded) in enumerate(zip(parts, equal, strict=True)):
+        if equal:  # one copy, since a GPU takes longer to start the copies of many ranks than to make them
+            target.copy_((whole if ascending else whole.flip(0)).flatten(0, 1))
+            return
+        for rank, part in enumerate(parts):
             if rank != self.rank:
-                matrix[part] = whole[padded][: part.stop - part.start]
+                matrix[part] = whole[rank, : part.stop - part.start]
 
     def _gather_(self, whole: Tensor) -> None:
         """Gives each rank the parts of the others. whole: contiguous, with equally many rows of each rank."""
         # bytes, because not every backend knows every dtype
         sent = whole.view(-1).view(torch.uint8)
         with self._alive():
-            dist.all_gather_into_tensor(sent, sent.chunk(self.size)[self.rank], group=self._group)
+            dist.all_gather_into_tensor(sent, sent.chunk(self.size)[self.rank])
 
     def each(self, value: Value) -> list[Value]:
         """The value of each rank, which must be picklable."""
         found: list[Any] = [value] * self.size
         if self.size > 1:
             with self._alive():
-                dist.all_gather_object(found, value, group=self._group)
+                dist.all_gather_object(found, value)
         return found
 
     def on_rank(self, rank: int, function: Callable[[], Value], device: torch.device = CPU) -> Value:
@@ -172,7 +181,6 @@ class Ranks:
         device: where the other ranks get them: in main memory, or on the GPU of each; `meta` for a rank
             that needs their shapes alone.
         """
-        assert self._group is None, "values go between all ranks"
         if self.size == 1:
             return function()
         message: list[Any] = [None, None]
@@ -234,7 +242,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:  # as 'Connection closed by peer', but also for want of memory
-            if (ended := self.whole.who_ended()) is None:
+            if (ended := self.who_ended()) is None:
                 raise
             raise RankEnded(ended) from error
 
@@ -288,21 +296,6 @@ class Ranks:
                 backend, store=self._store, rank=self.rank, world_size=self.size, timeout=JOIN
             )
         _set_pg_timeout(TIMEOUT)
-        self.of_machine = self._of_machine()
-
-    def _of_machine(self) -> "Ranks":
-        """The ranks of this machine; all ranks, unless every machine has equally many."""
-        count = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        if len(set(self.each(count))) > 1 or count == self.size:
-            return self
-        starts = range(0, self.size, count)
-        with self._alive():
-            groups = [dist.new_group(list(range(start, start + count)), timeout=JOIN) for start in starts]
-        group = groups[self.rank // count]
-        _set_pg_timeout(TIMEOUT, group)
-        found = Ranks(self.rank % count, count, self.local_rank, group=group)
-        found.whole = self
-        return found
 
     def speaks(self) -> bool:
         """Whether this rank tells its error: the first that asks, which is rank 0 if it asks soon."""
@@ -332,7 +325,7 @@ def joined() -> Iterator[Ranks]:
     found, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"drot {next(_joined)}", found)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    ranks, logger = Ranks(rank, size, local_rank(), store), logging.getLogger("drot")
+    ranks, logger = Ranks(rank, size, local_rank(), store, local_size()), logging.getLogger("drot")
     level, stopped = logger.level, threading.Event()
     if rank:
         logger.setLevel(logging.ERROR)

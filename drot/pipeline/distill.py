@@ -179,7 +179,7 @@ def _record_of_training(
 def _free(run: RunContext) -> int:
     """The bytes that a distillation may take on the device, on the rank that has the least."""
     on_gpu = is_gpu(run.device)
-    free = free_memory(run.device) if on_gpu else available_memory() // run.ranks.of_machine.size
+    free = free_memory(run.device) if on_gpu else available_memory() // run.ranks.local_size
     there = (
         tensor for layer in run.model.layers for tensor in layer.tensors() if tensor.device == run.device
     )

@@ -80,7 +80,7 @@ def prune_layer(
                     own = _own_rows(statistics.output_change, ranks)
                     statistics = dataclasses.replace(statistics, output_change=own)
                 matrix = statistics.hessian
-            hessian = InputHessian(matrix, pruning.damping, pruning.damping_average, ranks.of_machine)
+            hessian = InputHessian(matrix, pruning.damping, pruning.damping_average, ranks)
             writes_in = output_r1 if layer.ends_layer(group) else None
             importance = GroupImportance(group, hessian, recipe, layer.heads, rotation, writes_in)
             if statistics is not None:

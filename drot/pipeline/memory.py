@@ -53,7 +53,7 @@ def main_memory(
     if from_gguf:
         numbers, loaded = sizes.weights + sizes.untied_head, torch.float32.itemsize * sizes.weights
     needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype, pinned=pinned)
-    count = ranks.of_machine.size
+    count = ranks.local_size
     if recipe.rotation.mode == "none":
         return count * max(needed, loaded)
     rotation, of_batch = (

@@ -278,7 +278,7 @@ def _open_state(
         beside += 2 * rotations_file_bytes(sizes, context.recipe.rotation)  # twice while it is written
     given = context.sizes, context.recipe, context.dtype
     if place_of_states(*given, context.device, ranks=context.ranks) == "file":
-        beside += context.ranks.of_machine.size * state_bytes(*given)
+        beside += context.ranks.local_size * state_bytes(*given)
 
     def check() -> None:
         written = sum(file.stat().st_size for file in state.folder.glob("*.safetensors"))

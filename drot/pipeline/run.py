@@ -79,8 +79,7 @@ class PruningRun:
         check = None
         if run.rotates:
             with run.during("check"):
-                place, ranks = run.bases.place, run.ranks.of_machine
-                check = ModelCheck(run.model, run.tokens[:1], run.device, place, ranks)
+                check = ModelCheck(run.model, run.tokens[:1], run.device, run.bases.place, run.ranks)
         with run.during("calibrate"):
             stream = embed(run, run.tokens, state)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None

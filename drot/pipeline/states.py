@@ -50,7 +50,7 @@ def place_of_states(
     given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf, "ranks": ranks}
     needed = main_memory(sizes, recipe, dtype, pinned=on_gpu, **given)
     states = state_bytes(sizes, recipe, dtype, pinned=on_gpu)
-    needed += ranks.of_machine.size * (states if on_gpu else states + of_pruning)
+    needed += ranks.local_size * (states if on_gpu else states + of_pruning)
     return "main memory" if needed <= available_memory() else "file"
 
 
@@ -73,7 +73,7 @@ def further_states(run: "RunContext", beside: CalibrationStream) -> CalibrationS
 def embed(run: "RunContext", tokens: Tensor, state: RunState | None) -> CalibrationStream:
     """The input of the first layer for this rank's part of `tokens` [nsamples, seqlen], where it has room.
 
-    The context then knows the place, which is the same on all ranks of a machine: each would count as free
+    The context then knows the place, which is the same on all ranks: each of a machine would count as free
     what another is about to take. A run that saves nothing has its whole model in memory, and no file.
 
     state: names the disk of a file.
@@ -81,7 +81,7 @@ def embed(run: "RunContext", tokens: Tensor, state: RunState | None) -> Calibrat
     if is_gpu(run.device):
         return_pinned_memory()
     own = place_of_states(run.sizes, run.recipe, run.dtype, run.device, ranks=run.ranks)
-    place: PlaceOfStates = max(run.ranks.of_machine.each(own), key=PLACES.index)
+    place: PlaceOfStates = max(run.ranks.each(own), key=PLACES.index)
     if place == "file" and state is None:
         place = "main memory"
     run.place_of_states = place

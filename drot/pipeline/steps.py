@@ -106,7 +106,7 @@ def merge(run: RunContext, work: LayerWork) -> None:
         work.record["rotation"]["invariance_error"] = error
     with run.during("merge", work.layer):
         dtype = merging_dtype(run.device)
-        work.layer.rotate(work.rotation, work.boundary, dtype=dtype, ranks=run.ranks.of_machine)
+        work.layer.rotate(work.rotation, work.boundary, dtype=dtype, ranks=run.ranks)
         _enter_basis(run, work)
 
 
@@ -197,7 +197,7 @@ def finish(
     if boundary is not None and work.restored:
         layer.apply_boundary("input")
     elif boundary is not None:
-        layer.hold(boundary, run.ranks.of_machine)
+        layer.hold(boundary, run.ranks)
     with run.during("save", layer):
         return as_saved(layer, run.save_dtype, run.dense_linears if packs else None)
 

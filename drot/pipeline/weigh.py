@@ -127,7 +127,7 @@ def _keeper(
             lent = 2 * size * run.sizes.lent // run.sizes.hidden  # and its gradient
             on_gpu = int(free_memory(device) - run.device_memory - lent) // size
     in_memory = pinned_bytes(size) if is_gpu(device) else size
-    room = int(KEPT_SHARE * available_memory() / run.ranks.of_machine.size) // in_memory
+    room = int(KEPT_SHARE * available_memory() / run.ranks.local_size) // in_memory
     if on_gpu >= count:
         return CalibrationStream.copy, on_gpu
     step = math.isqrt(count - 1) + 1

@@ -23,7 +23,7 @@ class ShiftedInverse:
     rounded. With products in the dtype of H, every P comes from a factor.
 
     hessian: H, not changed; it must not change later either. penalty: the first ρ, fp64 [...].
-    dtype: of the products. ranks: those of this machine that have the same H, and share the work.
+    dtype: of the products. ranks: those that have the same H, and share the work.
 
     Attributes:
         matrix: P [..., in, in] in `dtype`.

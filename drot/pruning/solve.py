@@ -206,7 +206,7 @@ def _admm(
     gradient = (target - start).mul_(1 / ADMM_PENALTY) @ hessian
     state = torch.where(removed, gradient, start)
     del gradient
-    inverse = ShiftedInverse(hessian, penalty, products, parts.ranks.of_machine)
+    inverse = ShiftedInverse(hessian, penalty, products, parts.ranks)
     before = removed
     for iteration in range(1, ADMM_ITERATIONS + 1):
         change = torch.where(removed, -state, state).sub_(target).to(products)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from small_models import random_tokens, save_small_model, small_model
 
 import drot
+from drot.checkpoint import resume
 from drot.checkpoint.integrity import folder_records
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import RunState, identity_differences, read_journal
@@ -143,10 +144,10 @@ def test_a_part_is_hashed_while_the_next_one_is_written(tmp_path, monkeypatch):
     """And never more than two are on their way: the third waits until the first is in the journal."""
     state, began, real = RunState(tmp_path / "out", {"model": "m"}), threading.Event(), RunState._enter
 
-    def enter(self, name, record):
+    def enter(self, name, hashed, record):
         if name == "a":
             assert began.wait(60)
-        real(self, name, record)
+        real(self, name, hashed, record)
 
     def write(self, name, tensors, real=RunState._write):
         real(self, name, tensors)
@@ -164,8 +165,27 @@ def test_a_part_is_hashed_while_the_next_one_is_written(tmp_path, monkeypatch):
     assert list(read_journal(state.folder / "parts.json")) == ["a", "b", "c"]
 
 
+def test_parts_that_are_saved_together_are_hashed_at_the_same_time(tmp_path, monkeypatch):
+    """The journal has them in their order: a run that ends between the two has none without the earlier."""
+    state, hashed = RunState(tmp_path / "out", {"model": "m"}), threading.Event()
+
+    def file_record(file, real=resume.file_record):
+        if file.stem == "a":
+            assert hashed.wait(60)
+            assert not state._parts
+        found = real(file)
+        if file.stem == "b":
+            hashed.set()
+        return found
+
+    monkeypatch.setattr(resume, "file_record", file_record)
+    with state.saving():
+        state.save_later({name: ({"x": torch.ones(2)}, name) for name in "ab"})
+    assert list(read_journal(state.folder / "parts.json")) == ["a", "b"]
+
+
 def test_an_error_of_the_hash_ends_the_run(tmp_path, monkeypatch):
-    def enter(self, name, record):
+    def enter(self, name, hashed, record):
         raise OSError(f"{name} cannot be read")
 
     monkeypatch.setattr(RunState, "_enter", enter)

@@ -48,20 +48,41 @@ def test_sums_and_rows_are_those_of_all_ranks(total):
         assert (quarter, each, first) == (0.75, [0, 1, 2], 1)
 
 
-def sums_of_two_machines():
-    rank = int(os.environ["RANK"])
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+def gathered_parts(parts, rows):
     with joined() as ranks:
-        machine = ranks.of_machine
-        rows = torch.full((4, 3), float(rank))
-        machine.gather_rows_(rows)
-        return machine.size, machine.total(rank), ranks.total(rank), rows[:, 0].tolist()
+        found = []
+        for columns in (3, 5):  # the first 3 columns of 5 are not contiguous
+            matrix = torch.full((rows, columns), -1.0)[:, :3]
+            matrix[parts[ranks.rank]] = float(ranks.rank)
+            ranks.gather_rows_(matrix, parts)
+            found.append(matrix[:, 0].tolist())
+        return found
 
 
-def test_the_ranks_of_a_machine_share_without_the_others():
-    found = on_ranks(4, sums_of_two_machines)
-    assert found[0] == found[1] == (2, 1, 6, [0, 0, 1, 1])
-    assert found[2] == found[3] == (2, 5, 6, [2, 2, 3, 3])
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([slice(0, 2), slice(2, 4), slice(4, 6)], [0, 0, 1, 1, 2, 2]),
+        ([slice(1, 3), slice(3, 5), slice(5, 7)], [-1, 0, 0, 1, 1, 2, 2, -1]),
+        ([slice(4, 6), slice(2, 4), slice(0, 2)], [2, 2, 1, 1, 0, 0]),
+        ([slice(6, 8), slice(4, 6), slice(2, 4)], [-1, -1, 2, 2, 1, 1, 0, 0]),
+        ([slice(0, 1), slice(1, 3), slice(3, 5)], [0, 1, 1, 2, 2, -1]),
+        ([slice(4, 5), slice(2, 4), slice(0, 2)], [2, 2, 1, 1, 0]),
+        ([slice(0, 0), slice(0, 1), slice(1, 2)], [1, 2]),
+    ],
+)
+def test_parts_of_rows_are_gathered_wherever_they_lie(parts, expected):
+    assert on_ranks(3, gathered_parts, parts, len(expected)) == [[expected] * 2] * 3
+
+
+def ranks_of_a_machine():
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(int(os.environ["RANK"]) % 2)}
+    with joined() as ranks:
+        return ranks.size, ranks.local_size
+
+
+def test_a_rank_knows_how_many_share_its_machine():
+    assert on_ranks(4, ranks_of_a_machine) == [(4, 2)] * 4
 
 
 def differing_bits():
