@@ -152,7 +152,9 @@ class Ranks:
         whole[self.rank, : len(own)] = own
         self._gather_(whole)
         if equal:  # one copy, since a GPU takes longer to start the copies of many ranks than to make them
-            target.copy_((whole if ascending else whole.flip(0)).flatten(0, 1))
+            places = torch.arange(self.size, device=matrix.device)
+            places = places if ascending else places.flip(0)
+            target.unflatten(0, (self.size, most)).index_copy_(0, places, whole)
             return
         for rank, part in enumerate(parts):
             if rank != self.rank:

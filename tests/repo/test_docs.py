@@ -270,6 +270,7 @@ def test_options_in_the_text_exist() -> None:
         "--load-format",
         "--host-memory",
         "--disk",
+        "--adapters",
     }  # setup.py, pip, docker, benchmarks, tests, torchrun, vLLM, SGLang
     for page in ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         text = (ROOT / page).read_text(encoding="utf-8")
