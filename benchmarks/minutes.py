@@ -216,7 +216,7 @@ def minutes_of(
     # a thread reads the next layer and copies it to the GPU; another copies the layer before home and writes
     # it; a third hashes the layer before that
     reader, writer = again, (written, layer.home / HOST)
-    # a layer is hashed while the next is written; its hash is waited for before the next but one is
+    # a layer is hashed while the next is written; the next but one is written when that hash is known
     hasher = 0.0, (waits(disk, 0.0, writer) + written / HASH) / 2
     of_rotation = max(rotation / disk, rotation / HASH / HASHERS)  # in a batch
     beside = waits(disk, 0.0, writer) + written / HASH  # of the last layer

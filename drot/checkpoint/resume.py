@@ -43,7 +43,7 @@ JOURNAL = "parts.json"
 LAYER = "layer_"
 #: the part with the record of a training of all layers, and the beginning of the names of its layers
 DISTILLED = "distilled"
-#: Files that are hashed at the same time. Ranks train as many rotations at once, which rank 0 saves together.
+#: files that are hashed at the same time: rank 0 saves the rotations together that all ranks have trained
 HASHERS = 4
 
 
