@@ -59,7 +59,8 @@ GPU_MEMORY = 80e9
 #: main memory for each GPU, as in a DGX H100, for the inputs of layers that a backward pass needs
 HOST_MEMORY = 256e9
 #: bytes a second that a rank sends to another of its machine over NVLink, and that pass an adapter of the
-#: network: 400 Gbit/s, of which the authors of NCCL expect 46 to 48 GB/s. A DGX H100 has an adapter for each GPU.
+#: network: 400 Gbit/s, of which the authors of NCCL expect 46 to 48 GB/s. A DGX H100 has an adapter for
+#: each GPU.
 NVLINK, ADAPTER, GPUS_OF_A_MACHINE = 400e9, 50e9, 8
 aten, drot_ops = torch.ops.aten, torch.ops.drot
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
