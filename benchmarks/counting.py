@@ -5,6 +5,7 @@ and what a rank would send, write and read is counted in its place. minutes.py a
 """
 
 import contextlib
+import functools
 import importlib
 import math
 from collections import Counter
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.fx.experimental import _config
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from drot.calibration import cholesky, hessian, layer_pass, stream
@@ -166,10 +167,8 @@ class Costs(TorchDispatchMode):
         self._hold(_tensors([args, result]))
         if func.is_view or name in FREE:
             return result
-        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
-        unread = {a.name for a in func._schema.arguments if a.is_out}
-        if name in WRITES:
-            unread.add(func._schema.arguments[0].name)
+        names, unread = _arguments(func)
+        given = dict(zip(names, args, strict=False)) | kwargs
         read = _tensors([value for key, value in given.items() if key not in unread])
         written = _tensors([result, *(given[key] for key in unread if key in given)])
         size = _bytes(written) + _bytes(written if name in GATHERS else read)
@@ -280,8 +279,25 @@ def _precision(factor: Tensor) -> str:
     return "fp64" if factor.dtype == torch.float64 else "bf16"
 
 
+@functools.cache
+def _arguments(func: Any) -> tuple[list[str], set[str]]:
+    """The names of an op's arguments, and of those that it does not read."""
+    arguments = func._schema.arguments
+    unread = {a.name for a in arguments if a.is_out}
+    if func.overloadpacket in WRITES:
+        unread.add(arguments[0].name)
+    return [a.name for a in arguments], unread
+
+
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors among the arguments or the results of an op: torch's own pytree takes as long as the op."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for leaf in tree for tensor in _tensors(leaf)]
 
 
 def _bytes(tensors: list[Tensor]) -> int:

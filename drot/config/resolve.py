@@ -237,8 +237,12 @@ def _pruning(wishes: PruningConfig, published: bool) -> ResolvedPruning:
 
 
 def _recovery(wishes: RecoveryConfig, nsamples: int, given: int | None) -> ResolvedRecovery:
-    """given: the sequences of token ids for the training of all layers; None draws them from a text."""
-    drawn = (wishes.distill_nsamples or DISTILL_TEXT * nsamples) if given is None else given
+    """given: the sequences of token ids for the training of all layers; None draws them from a text.
+
+    Of fewer sequences than `distill_nsamples`, given or drawn, each pass reads the sequences repeatedly.
+    """
+    wanted = wishes.distill_nsamples or 0
+    drawn = (wanted or DISTILL_TEXT * nsamples) if given is None else given and max(given, wanted)
     epochs = wishes.distill_epochs if drawn else 0
     chosen = {"distill_epochs": epochs, "distill_nsamples": drawn if epochs else 0}
     return ResolvedRecovery(**values_of(wishes) | chosen)

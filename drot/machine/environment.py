@@ -1,6 +1,7 @@
 """The machine and the versions of the libraries, which `drot info` prints and manifests record."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -30,13 +31,17 @@ VARIABLES = (
 
 def versions() -> dict[str, str]:
     """Versions of drot, the libraries that it uses, and Python."""
-    libraries = ("transformers", "tokenizers", "safetensors", "numpy")
     return {
         "drot": __version__,
         "torch": torch.__version__,
-        **{name: metadata.version(name) for name in libraries},
+        **_of_libraries(),
         "python": platform.python_version(),
     }
+
+
+@functools.cache
+def _of_libraries() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("transformers", "tokenizers", "safetensors", "numpy")}
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class DecoderModel:
                 index,
                 family,
                 head_shape(model.config, index),
-                widths_of(model.config, index),
+                widths_of(model.config, index) if index else self.widths,
                 route_all=route_all,
                 weights=weights,
                 stored=getattr(model, "stored_layers", self.family.in_files(self.family.layers)),

@@ -172,9 +172,11 @@ def layer_families(config: Any, layers: int) -> list[Family]:
     Raises UserError as `family_of`.
     """
     family = family_of(config)
+    if not family.kinds:
+        return [family] * layers
+    count, absent = experts_of(config), absent_widths(config)
     kinds = dict(family.kinds)
     of_layers = (layer_kind(config, index) for index in range(layers))
-    count, absent = experts_of(config), absent_widths(config)
     return [_fitted(kinds[kind], count, absent) if kind in kinds else family for kind in of_layers]
 
 

@@ -132,9 +132,11 @@ class Linear:
 def copied(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """A copy of a module on `device`, with floating-point parameters in `dtype`; None keeps theirs.
 
-    Each tensor goes to the device as it is, and is cast there.
+    Each tensor goes to the device as it is, and is cast there. The copy has the config of the module itself.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {
+        id(part.config): part.config for part in module.modules() if hasattr(part, "config")
+    }
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         moved = tensor.detach().to(device)
         if tensor.is_floating_point() and dtype is not None:

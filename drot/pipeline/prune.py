@@ -120,7 +120,8 @@ def prune(
         tokenizer: the tokenizer for the calibration text. A loaded model needs it, or `calibration`.
         calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
         distillation: with `calibration`, token ids [n, seqlen] for the training of all layers together
-            (`distill_epochs`), which is left out without them. They should be others.
+            (`distill_epochs`), which is left out without them. They should be others. Of fewer than the
+            recipe's `distill_nsamples`, each pass reads them two or three times.
         device: the device of the computation, to which one layer at a time is moved. A loaded model stays
             where it lies. Of a model that `model` names, a run with `out` reads each layer from its files
             when its turn comes, and drops it when it is saved; a run without `out` loads all of it. Under

@@ -157,6 +157,8 @@ class CellRunner:
             recipe = recipe.replace(distill_epochs=0)
             recovery = dataclasses.replace(resolved.recovery, distill_epochs=0, distill_nsamples=0)
             resolved = dataclasses.replace(resolved, recovery=recovery)
+        else:  # of a short text, each pass reads the sequences as often as in drot.prune
+            recipe = recipe.replace(distill_nsamples=resolved.recovery.distill_nsamples)
         result = prune(
             self.model,
             recipe,

@@ -83,11 +83,11 @@ def test_entropy_as_in_the_papers_code():
 
 
 def test_one_rotation_for_the_whole_model():
-    """50 steps on half of the text help as much as 100 of the paper's objective and code in each layer.
+    """20 steps on a quarter of the text help as much as 100 of the paper's objective and code in each layer.
 
     The test of the demo has a rotation for each layer.
     """
-    model = pruned("sparsegpt", "2:4", nsamples=32, mode="shared", objective="pruned", steps=50).model
+    model = pruned("sparsegpt", "2:4", nsamples=16, mode="shared", objective="pruned", steps=20).model
     paper = golden("sparsegpt", "2:4", steps=100, precision="bf16 (as published)")["perplexity"]
     assert measure(model) <= paper[TEXT] * 1.003
     for layer in model.model.layers:

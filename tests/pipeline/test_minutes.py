@@ -30,7 +30,7 @@ def test_the_operations_are_those_of_a_run(quality, monkeypatch):
     monkeypatch.setattr(cholesky, "GPU_BLOCK", cholesky.CPU_BLOCK)
     for table in (stream.TOKENS_PER_BATCH, hessian.PANEL_COLUMNS):
         monkeypatch.setitem(table, "cuda", table["cpu"])
-    recover = {"recover": "block", "recover_epochs": 1} if quality == "best" else {}
+    recover = {"recover": "block", "recover_epochs": 1, "distill_nsamples": 4} if quality == "best" else {}
     chosen = resolve(recipe(quality=quality, sparsity="2:4", steps=2, **recover), device="cpu", down_width=48)
     found = [
         counting["counted_run"](

@@ -150,7 +150,7 @@ SHORTER_CELLS = {
     "held_out=8": "held_out=2",
     "seqlen=256": "seqlen=128",
     "steps=10": "steps=5",
-    "sensitivity(model, recipe)": 'sensitivity(model, recipe.replace(solve="none", target="self"))',
+    '.with_quality("fast")': '.with_quality("fast").replace(**drot.config.ONE_SHOT)',
 }
 
 

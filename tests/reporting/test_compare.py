@@ -119,6 +119,22 @@ def test_a_run_with_token_ids_and_a_folder_of_others_are_refused(made, tmp_path,
     assert "holds no drot.json" in capsys.readouterr().err
 
 
+def test_of_a_short_text_the_solver_trains_all_layers_as_often_as_the_run(made, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text(random_text(330))
+    recipe = read_manifest(made / "pruned").recipe.replace(
+        source=str(tmp_path / "short.txt"), distill_epochs=1, distill_nsamples=None, nsamples=6, seqlen=24
+    )
+    first = drot.prune(made / "dense", recipe, out=tmp_path / "pruned", device="cpu").manifest
+    assert first.distillation.passes > 1
+    (tmp_path / "text.txt").write_text((made / "text.txt").read_text())
+    found = json.loads(compared(capsys, tmp_path, "--json").out)["models"][2]
+    solved = first.recipe.replace(mode="none")
+    drot.prune(made / "dense", solved, out=tmp_path / "solver", device="cpu")
+    text = str(tmp_path / "text.txt")
+    (by_hand,) = evaluate([str(tmp_path / "solver")], ppl=[text], record=False, device="cpu")
+    assert found["perplexity"][text] == pytest.approx(by_hand["perplexity"][text], rel=1e-6)
+
+
 def test_the_text_that_the_model_wrote_for_the_run_is_read_again(made, tmp_path, capsys, caplog):
     recipe = read_manifest(made / "pruned").recipe.replace(source="own", distill_epochs=1, nsamples=8)
     drot.prune(made / "dense", recipe, out=tmp_path / "pruned", device="cpu")

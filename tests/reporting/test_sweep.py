@@ -106,6 +106,17 @@ def test_a_text_with_too_little_for_the_training_of_all_layers(inputs, tmp_path,
     assert record["recipe"]["recovery"]["distill_epochs"] == 0 and len(lines_of(found.csv)) == 1
 
 
+def test_of_a_short_text_all_layers_are_trained_as_often_as_in_a_run(inputs, tmp_path):
+    (tmp_path / "short.txt").write_text(random_text(330))
+    cells = f"cells: [{{distill_epochs: 1, nsamples: 6, source: {tmp_path}/short.txt}}]\n"
+    found = sweep(grid_file(inputs, tmp_path, cells), model=str(inputs / "model"), out=tmp_path / "out")
+    recipe = recipe_of(inputs).replace(source=f"{tmp_path}/short.txt", nsamples=6, distill_epochs=1)
+    by_hand = drot.prune(inputs / "model", recipe, device="cpu")
+    assert by_hand.manifest.distillation.passes > 1
+    (row,) = lines_of(found.csv)
+    assert float(row[f"perplexity {inputs / 'held.txt'}"]) == measured(inputs, by_hand.model)
+
+
 def failing_at(number: int, error: BaseException):
     """drot.prune, whose call `number` raises `error`."""
     calls: list[int] = []
