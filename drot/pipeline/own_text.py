@@ -25,6 +25,7 @@ from drot.machine.devices import computing_dtype, free_memory, is_gpu, parse_dty
 from drot.machine.memory import available_memory, return_free_memory
 from drot.model.sizes import check_seqlen, head_shape, positions_of
 from drot.pipeline.sizes import without_weights
+from drot.text.files import WRITTEN_BY, author
 from drot.text.names import OWN
 from drot.text.source import tokens_of
 
@@ -39,8 +40,6 @@ CACHE_SHARE = 0.5
 SUFFIX = ".jsonl"
 #: tokens of a sequence that is written
 SEQLEN = 512
-#: the entry of the first row with the digest of what wrote the text of a run
-WRITTEN_BY = "written_by"
 #: Tokens that are written for each that a run reads: what is tokenised again has others, mostly fewer.
 WRITTEN = 1.1
 
@@ -61,7 +60,8 @@ def sample(
     Each sequence is a row {"text": ...} of the file `out`. It begins with a token drawn from the whole
     vocabulary, so that it may become code, a table, a dialogue or another language, and every further token
     is drawn by its probability, as in LLM-QAT (Liu et al. 2023, arXiv 2305.17888). The same seed gives the
-    same text on the same machine.
+    same text on the same machine. The first row says too that a model wrote the text: a run cuts it into
+    sequences that follow each other.
 
     Raises UserError for a number below 1 (`seqlen`: below 2), a seed below 0 or of more than 64 bits, a model
     without a tokenizer, a model that gives no probabilities, and a file `out` that exists or does not end in
@@ -90,7 +90,7 @@ def sample(
     progress(ProgressEvent(phase="load"))
     loaded = load(model, device=device, dtype=dtype)
     check_seqlen(seqlen, loaded.config)
-    return _write(loaded, tokenizer, out, -(-tokens // seqlen), seqlen, seed, progress)
+    return _write(loaded, tokenizer, out, -(-tokens // seqlen), seqlen, seed, progress, "drot.sample")
 
 
 def write_own_text(
@@ -133,7 +133,7 @@ def write_own_text(
         )
     if file.exists():
         # the texts of a sweep have names of their own
-        if begun or file.parent.suffix != ".partial" or _author(file) == written_by:
+        if begun or file.parent.suffix != ".partial" or author(file) == written_by:
             return
         logger.warning("%s is a text of another model or of other settings: it is written again", file)
         file.unlink()
@@ -160,15 +160,6 @@ def write_own_text(
         return_free_memory()
 
 
-def _author(file: Path) -> Any:
-    """The digest in the first row of a text; None without."""
-    with file.open(encoding="utf-8") as rows:
-        try:
-            return json.loads(rows.readline()).get(WRITTEN_BY)
-        except (ValueError, AttributeError):
-            return None
-
-
 def _check_memory(config: Any, device: torch.device, dtype: str | torch.dtype) -> None:
     chosen = config.dtype or torch.float32 if dtype == "auto" else parse_dtype(dtype)
     count = sum(parameter.numel() for parameter in without_weights(config).parameters())
@@ -193,13 +184,13 @@ def _write(
     seqlen: int,
     seed: int,
     progress: Progress,
-    written_by: str | None = None,
+    written_by: str,
 ) -> int:
     """Lets the model write `count` sequences to the file `out`, and returns `count`.
 
     written_by: stands in the first row too.
     """
-    more = {} if written_by is None else {WRITTEN_BY: written_by}
+    more = {WRITTEN_BY: written_by}
     with new_file(out) as part, part.open("w", encoding="utf-8") as file:
         for ids in _batches(model, tokenizer, count, seqlen, seed, progress):
             for text in tokenizer.batch_decode(ids, skip_special_tokens=True):

@@ -20,6 +20,8 @@ BYTES_A_TOKEN = 8
 LONGEST_LINE = 1 << 26
 #: bytes that are decoded at a time
 PART = 1 << 20
+#: the entry of the first row of a text that a model wrote: what wrote it
+WRITTEN_BY = "written_by"
 
 
 def file_rows(path: Path) -> Iterator[Any]:
@@ -42,6 +44,15 @@ def file_rows(path: Path) -> Iterator[Any]:
         except (RecursionError, ValueError) as error:  # deep nesting, or a number of thousands of digits
             raise _not_json(path, 1, error) from None
     yield from _json_lines(content, path, "line")
+
+
+def author(path: Path) -> Any:
+    """What wrote a .jsonl file, by its first row; None of a text that no model wrote."""
+    try:
+        with path.open(encoding="utf-8") as rows:
+            return json.loads(rows.readline(LONGEST_LINE)).get(WRITTEN_BY)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _json_lines(content: str, path: Path, where: str) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from drot.core.checks import path_exists
 from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
-from drot.text.files import LARGE, LargeText, file_rows
+from drot.text.files import LARGE, LargeText, author, file_rows
 from drot.text.mixture import sequences_of
 from drot.text.names import ARGUMENT, OWN, hub_arguments, local_file
 from drot.text.rows import SEPARATOR, SURROGATE, texts
@@ -39,10 +39,11 @@ def load_calibration(
     """Token ids [nsamples, seqlen], int64, on the CPU, of the text of `settings`, whose seqlen is known.
 
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
-    position drawn from torch.Generator().manual_seed(seed); those of the text `own` follow each other. A text
-    with fewer tokens than its sequences is cut into consecutive sequences, of which there are fewer, and a
-    warning says so. Of a large file no more is read than the sequences need (`LargeText`), and all of it only
-    if it may have too few tokens. Several texts each have their share of the sequences (`drot.text.mixture`).
+    position drawn from torch.Generator().manual_seed(seed); those of a text that a model wrote follow each
+    other, since they are random as they are: of `own`, and of a file of `drot.sample`. A text with fewer
+    tokens than its sequences is cut into consecutive sequences, of which there are fewer, and a warning says
+    so. Of a large file no more is read than the sequences need (`LargeText`), and all of it only if it may
+    have too few tokens. Several texts each have their share of the sequences (`drot.text.mixture`).
 
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
@@ -54,8 +55,8 @@ def load_calibration(
     parts = []
     for source, count in sequences_of(settings.source, settings.nsamples).items():
         of_text = dataclasses.replace(settings, source=source, nsamples=count)
-        if source == OWN and own is not None:
-            parts.append(_of_own_text(own, of_text, tokenizer, progress, behind))
+        if (file := own if source == OWN else _sampled(source)) is not None:
+            parts.append(_of_own_text(file, of_text, tokenizer, progress, behind))
         else:
             parts.append(_sequences(of_text, tokenizer, progress, behind))
     return spread(parts)
@@ -119,10 +120,18 @@ def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress, 
     return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=settings.seed)
 
 
+def _sampled(source: str) -> Path | None:
+    """The file of a text, if a model wrote it."""
+    if hub_arguments(source, "train") is not None:
+        return None
+    path = local_file(source, "train")
+    return path if path.suffix == ".jsonl" and author(path) is not None else None
+
+
 def _of_own_text(
     file: Path, settings: CalibrationConfig, tokenizer: Any, progress: Progress, behind: int
 ) -> Tensor:
-    """The sequences of the text that the model wrote for the run, behind the first `behind`."""
+    """The sequences of a text that a model wrote, behind the first `behind`."""
     nsamples, seqlen = settings.nsamples, settings.seqlen
     assert seqlen is not None
     needed = (behind + nsamples) * seqlen

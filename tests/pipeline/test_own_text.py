@@ -183,6 +183,24 @@ def test_a_tenth_more_is_written_than_a_run_reads(made, tmp_path, monkeypatch):
     assert result.manifest.recipe.recovery.distill_nsamples == 4 and result.manifest.distillation
 
 
+def test_a_sampled_file_is_read_as_the_text_of_the_run(made, tmp_path, monkeypatch, caplog):
+    """In sequences that follow each other: at random places the training of all layers found half as many."""
+    monkeypatch.setattr("drot.pipeline.own_text.SEQLEN", 32)
+    drot.sample(made / "model", tmp_path / "own.jsonl", tokens=9 * 32, seqlen=32, device="cpu")
+    fields = dict(distill_epochs=1, nsamples=8, seqlen=40, distill_nsamples=4)
+    sources = (f"{made}/text.txt,own", f"{made}/text.txt,{tmp_path}/own.jsonl")
+    results = [
+        prune(made, tmp_path / str(i), recipe(source=each, **fields)) for i, each in enumerate(sources)
+    ]
+    assert rows_of(tmp_path / "0") == [
+        json.loads(line)["text"] for line in (tmp_path / "own.jsonl").read_text().splitlines()
+    ]
+    own, sampled = (result.manifest for result in results)
+    assert own.calibration.sha256 == sampled.calibration.sha256
+    assert own.identity["distillation"] == sampled.identity["distillation"]
+    assert "beside the calibration the text has" not in caplog.text
+
+
 def test_the_text_is_written_once(made, tmp_path):
     """Neither a run that goes on nor one that was finished writes it again."""
     phases = []
