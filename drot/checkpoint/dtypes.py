@@ -7,21 +7,21 @@ from transformers import PreTrainedModel
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
 from drot.machine.finite import is_finite
-from drot.model.dtypes import stored_dtype
+from drot.model.dtypes import stored_dtype, stored_floats
 
 
 @torch.no_grad()
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype, field: str = "dtype") -> None:
-    """Rounds every parameter in memory to its `stored_dtype`, in place, and sets the config's `dtype`.
+    """Rounds what files hold of a model in memory to its `stored_dtype`, in place, and sets the config's.
 
-    Buffers, such as the frequencies of RoPE, keep their dtype. Raises UserError as `rounded` does.
+    Raises UserError as `rounded` does.
 
     field: the argument that chose `dtype`, for the error message.
     """
-    for name, parameter in model.named_parameters():
+    for name, tensor in stored_floats(model):
         # on `meta` lies what is copied from the files, such as a projector that nothing rotates
-        if parameter.is_floating_point() and not parameter.is_meta:
-            parameter.data = rounded(name, parameter.data, stored_dtype(model, name, dtype), field)
+        if not tensor.is_meta:
+            tensor.data = rounded(name, tensor.data, stored_dtype(model, name, dtype), field)
     model.config.dtype = dtype
 
 

@@ -21,7 +21,7 @@ from drot.finetuning.distillation import DivergenceLoss
 from drot.finetuning.masks import KeepMask, choose_full, removed_weights, round_weights
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
-from drot.model.dtypes import stored_dtype
+from drot.model.dtypes import stored_dtype, stored_floats
 from drot.pipeline.identity import calibration_record
 
 logger = logging.getLogger("drot")
@@ -85,8 +85,8 @@ def run_finetuning(
             before, after,
         )  # fmt: skip
     if not config.keep_adapter:
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(stored_dtype(model, name, dtype))
+        for name, tensor in stored_floats(model):
+            tensor.data = tensor.data.to(stored_dtype(model, name, dtype))
     text = dataclasses.replace(config.text, seqlen=sequences.shape[1])
     warmup = config.resolved_warmup_steps(arguments.max_steps)
     record = {

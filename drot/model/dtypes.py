@@ -1,11 +1,11 @@
 """The dtypes of a model's weights, some of which transformers keeps in fp32."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drot.model.families import FAMILIES
 
@@ -18,6 +18,18 @@ def stored_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     family = FAMILIES.get(model.config.model_type)
     kept = (*model._get_dtype_plan(dtype), *(() if family is None else family.in_fp32))
     return torch.float32 if any(part in name for part in kept) else dtype
+
+
+def stored_floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The name and the tensor of each parameter and buffer of floating point that files hold.
+
+    They do not hold the frequencies of RoPE.
+    """
+    yield from ((name, tensor) for name, tensor in module.named_parameters() if tensor.is_floating_point())
+    for path, part in module.named_modules():
+        for name, tensor in part.named_buffers(recurse=False):
+            if tensor.is_floating_point() and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, tensor
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -126,6 +126,7 @@ MIXTURES = {
             models="LFM2 MoE",
             experts="feed_forward.experts",
             router="feed_forward.gate",
+            in_fp32=("feed_forward.expert_bias",),
             groups=(
                 *LFM2_ATTENTION.groups[:2],
                 replace(with_mlp_at(MIXTURE, "feed_forward").groups[2], norm="ffn_norm"),

@@ -29,6 +29,7 @@ from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.ranks import CPU
 from drot.model.decoder import DecoderModel
+from drot.model.dtypes import stored_floats
 from drot.model.layer import DecoderLayer
 from drot.model.stored import load_stored, stored_tensors
 from drot.pipeline.batches import Batches, repeats, schedule
@@ -201,8 +202,8 @@ def _load(run: RunContext, state: RunState | None, layer: DecoderLayer) -> None:
         layer.module.to_empty(device=run.device)
         load_stored(layer, state.loaded(part_of(layer), run.device))
     layer.module.to(run.device).requires_grad_(False)
-    for name, parameter in layer.module.named_parameters():  # buffers have a dtype of their own
-        parameter.data = parameter.data.to(layer.stored_dtype(layer.prefix + name, run.dtype))
+    for name, tensor in stored_floats(layer.module):
+        tensor.data = tensor.data.to(layer.stored_dtype(layer.prefix + name, run.dtype))
 
 
 @torch.enable_grad()  # the caller may have turned gradients off

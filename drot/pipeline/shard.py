@@ -12,6 +12,7 @@ from torch import Tensor
 from drot.checkpoint.dtypes import rounded
 from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.boundary import ROTATION_MODULE
+from drot.model.dtypes import stored_floats
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases
 from drot.model.stored import as_dense, load_stored
@@ -21,7 +22,7 @@ from drot.sparse.packed import pack_layer
 
 @torch.no_grad()
 def round_weights(layer: DecoderLayer, dtype: torch.dtype, leave: Collection[str] = ()) -> None:
-    """Rounds the parameters of a layer as a checkpoint of `dtype` does, in place. They keep their own dtype.
+    """Rounds the tensors of a layer as a checkpoint of `dtype` does, in place. They keep their own dtype.
 
     Raises UserError for a value that `dtype` cannot hold.
 
@@ -30,18 +31,18 @@ def round_weights(layer: DecoderLayer, dtype: torch.dtype, leave: Collection[str
     if layer.dtype == dtype:
         return
     modules = {id(linear.parameter) for linear in layer.linears.values()}
-    for name, parameter in layer.module.named_parameters():
-        if id(parameter) not in modules:
-            parameter.copy_(_stored(layer, name, parameter, dtype))
+    for name, tensor in stored_floats(layer.module):
+        if id(tensor) not in modules:
+            tensor.copy_(_stored(layer, name, tensor, dtype))
     for linear in layer.linears.values():
         if linear.name not in leave:
             linear.weight.copy_(rounded(f"{linear.full_name}.weight", linear.weight.data, dtype))
 
 
-def _stored(layer: DecoderLayer, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter of a layer as a checkpoint of `dtype` holds it."""
+def _stored(layer: DecoderLayer, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of a layer as a checkpoint of `dtype` holds it."""
     name = layer.prefix + name
-    return rounded(name, parameter.data, layer.stored_dtype(name, dtype))
+    return rounded(name, tensor.data, layer.stored_dtype(name, dtype))
 
 
 @torch.no_grad()
@@ -53,8 +54,8 @@ def as_saved(layer: DecoderLayer, dtype: torch.dtype, dense: Collection[str] | N
     dense: names of linears that are not packed; None packs no linear.
     """
     counts = layer.zeros()
-    for name, parameter in layer.module.named_parameters():
-        parameter.data = _stored(layer, name, parameter, dtype)
+    for name, tensor in stored_floats(layer.module):
+        tensor.data = _stored(layer, name, tensor, dtype)
     if dense is not None:
         pack_layer(layer, dense)
     return counts

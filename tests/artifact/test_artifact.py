@@ -87,6 +87,7 @@ CASES = {
     "lfm3": dict(family="lfm3", pruning=WANDA),
     "gemma4": dict(family="gemma4_text-lends", pruning=WANDA),
     "nemotron_h": dict(family="nemotron_h-dense", pruning=WANDA),
+    "apertus": dict(family="apertus", pruning=WANDA),
     "float16": dict(dtype=torch.float16, pruning=WANDA),
     "float32": dict(dtype=torch.float32),
 }

@@ -8,10 +8,11 @@ import torch
 from runs import TOKENS, assert_same_weights, interrupted, one_shot, prune, saved_bytes, saved_tensors
 from safetensors.torch import load_file
 from small_checkpoints import save_small
-from small_models import random_tokens, save_small_model, small_model
+from small_models import is_available, random_tokens, save_small_model, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.convert import convert
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.manifest import read_manifest
 from drot.core.errors import UserError
@@ -55,6 +56,35 @@ def test_computed_in_float32_and_saved_in_the_checkpoints_own_dtype(source, tmp_
     for name, tensor in saved_tensors(wide).items():
         if name in first:
             assert torch.equal(tensor.to(saved[name].dtype), saved[name])
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "minimax_m2", "lfm2_moe", "apertus"])
+def test_buffers_have_the_dtype_in_which_transformers_loads_them(family, tmp_path, caplog):
+    """A scalar, the bias of a router, the constants of an activation: a run on a CPU computes in float32."""
+    if not is_available(family):
+        pytest.skip(f"transformers has no {family}")
+    source = tmp_path / "source"
+    save_small_model(small_model(family, dtype=torch.bfloat16), source)
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    dtypes = {name.split(".")[-1]: buffer.dtype for name, buffer in stored_buffers(loaded)}
+    assert dtypes
+    prune(source, recipe("shared").replace(down_rotation="none"), out=tmp_path / "out")
+    saved = saved_tensors(tmp_path / "out")
+    found = {name: tensor.dtype for name, tensor in saved.items() if name.split(".")[-1] in dtypes}
+    assert found and all(dtype == dtypes[name.split(".")[-1]] for name, dtype in found.items())
+    convert(tmp_path / "out", tmp_path / "packed", "packed")
+    convert(tmp_path / "packed", tmp_path / "again", "dense")
+    again = saved_tensors(tmp_path / "again")
+    assert {name: (t.dtype, t.tolist()) for name, t in again.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in saved.items()
+    }
+    assert "they are rounded" not in caplog.text
+
+
+def stored_buffers(model):
+    names = {id(parameter) for parameter in model.parameters()}
+    state = model.state_dict(keep_vars=True)
+    return [(name, tensor) for name, tensor in state.items() if id(tensor) not in names]
 
 
 def test_figures_of_the_manifest_are_those_before_the_rounding(source):

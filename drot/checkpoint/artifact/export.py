@@ -253,7 +253,8 @@ def _add(
                         chosen = other.get_slice(positions)[first : first + len(rows)]
                     writer.add(f"{member}/positions", chosen.numpy().tobytes())
                     rows = at_positions(rows, chosen)
-                actual = handle.get_slice(weight)[first : first + len(rows)]
+                whole = handle.get_slice(weight)
+                actual = whole[first : first + len(rows)] if whole.get_shape() else whole[...].reshape(1)
                 if actual.shape != rows.shape:
                     raise UserError(
                         f"{path}: {weight} must be {list(rows.shape)} by the `model`, got "

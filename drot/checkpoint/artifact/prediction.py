@@ -35,7 +35,8 @@ class Prediction:
     """One tensor of the rotated dense model.
 
     name: its name in the model's state dict.
-    pieces: the tensor in fp64, split along its first dimension into pieces of at most PIECE elements.
+    pieces: the tensor in fp64, split along its first dimension into pieces of at most PIECE elements. A
+        number, of no dimension, is a piece of one element.
     tolerance: by how much an element may differ on another machine. 0 if no product is computed.
     layer: the decoder layer, counted from 0; None outside of the layers.
     """
@@ -123,7 +124,8 @@ def _of_ends(decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | Non
 
 
 def _split(tensor: Tensor) -> Iterator[Tensor]:
-    for rows in tensor.detach().split(rows_of_a_piece(tensor.shape)):
+    tensor = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+    for rows in tensor.split(rows_of_a_piece(tensor.shape)):
         yield rows.double()
 
 
