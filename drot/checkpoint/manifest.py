@@ -153,7 +153,10 @@ def read_manifest(folder: Path | str) -> Manifest:
     """
     manifest = read_any_manifest(folder)
     if not isinstance(manifest, Manifest):
-        raise UserError(f"{folder} was pruned by another program and fine-tuned by drot: name its original")
+        raise UserError(
+            f"{folder} was pruned by another program and fine-tuned by drot: name a folder that drot prune "
+            "wrote"
+        )
     return manifest
 
 

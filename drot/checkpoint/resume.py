@@ -30,14 +30,6 @@ logger = logging.getLogger("drot")
 IDENTITY = "run.json"
 #: the text that the model wrote for the calibration, in that folder and in the checkpoint
 OWN_TEXT = "own_text.jsonl"
-
-
-def copy_own_text(checkpoint: Path, folder: Path) -> None:
-    """Copies the text that the model wrote for its calibration, if `checkpoint` has one."""
-    if (text := checkpoint / OWN_TEXT).exists():
-        shutil.copyfile(text, folder / OWN_TEXT)
-
-
 #: part -> its entry (`Part`)
 JOURNAL = "parts.json"
 LAYER = "layer_"

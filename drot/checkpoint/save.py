@@ -1,15 +1,17 @@
 """Writing of checkpoints. A folder is complete or does not exist."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drot.checkpoint.card import CARD, save_card
-from drot.checkpoint.integrity import folder_records
+from drot.checkpoint.integrity import folder_records, is_loaded
 from drot.checkpoint.manifest import CheckpointManifest, write_manifest
 from drot.checkpoint.opening import quiet_transformers
+from drot.checkpoint.resume import OWN_TEXT
 from drot.checkpoint.shards import save_in_shards
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
@@ -115,3 +117,12 @@ def save_checkpoint(
                 finish(manifest)
             manifest = write_manifest(part, manifest)
     return manifest
+
+
+def copy_beside(checkpoint: Path, folder: Path, manifest: CheckpointManifest | None) -> None:
+    """Copies what a run left beside the weights: the text that the model wrote, and the rotations."""
+    for name in () if manifest is None else manifest.files:
+        rotations = name.endswith(".safetensors") and not is_loaded(name)
+        if (rotations or name == OWN_TEXT) and (checkpoint / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / name, folder / name)

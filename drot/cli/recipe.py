@@ -13,6 +13,7 @@ from drot.cli.log import tell
 from drot.cli.messages import flag
 from drot.config import Recipe, RotationMode, resolve
 from drot.config.recipe import SECTION_OF, read_recipe
+from drot.config.resolve import is_published
 from drot.config.rotation import POINTS, with_point
 from drot.core.errors import UserError
 from drot.core.reading import leaves
@@ -28,7 +29,10 @@ FOLLOWING = {
     "optimizer": ("steps", "lr"),
     "objective": ("lr", "output_weights"),
     "token_weights": ("output_weights",),
+    "format": ("boundary", "hessians"),
 }
+#: what follows from `is_published`
+OF_PUBLISHED = ("training_tokens", "down_rotation")
 
 
 @dataclass(frozen=True)
@@ -55,29 +59,39 @@ def asked_recipe(file: Path | None, given: dict[str, Any], quality: str | None) 
     """
     start, manifest = (Recipe(), {}) if file is None else read_recipe(file)
     fields = recipe_fields(given)
-    before = start
+    before, format = start, manifest.get("format", given.get("format", "dense"))
+    formats = format, given.get("format", format)
+    if manifest.get("finetune"):
+        logger.warning("the fine-tuning of %s is not repeated: the recipe is that of its run", file)
     if manifest:
-        start = _opened(start, fields)
+        start = _opened(start, fields, formats)
     recipe = start.asked(quality, **fields)
     if file is not None:
-        _tell_changes(before, recipe, file)
+        _tell_changes((before, recipe), formats, file)
     if "steps" not in fields:  # those of a quality may be without effect, which is no mistake
         start = start.replace(steps=recipe.rotation.steps)
     return AskedRecipe(recipe, start, manifest)
 
 
-def _opened(start: Recipe, fields: dict[str, Any]) -> Recipe:
+def _opened(start: Recipe, fields: dict[str, Any], formats: tuple[str, str]) -> Recipe:
     """`start` with the defaults of what follows from other settings, where `fields` change those alone.
 
     start: the recipe of a run, which has the values that followed. They may not fit the settings that replace
         its own.
+    formats: of the weights, in that run and now.
     """
 
     def value(recipe: Recipe, name: str) -> Any:
         return getattr(getattr(recipe, SECTION_OF[name]), name)
 
     causes = [name for name in FOLLOWING if name in fields and fields[name] != value(start, name)]
+    if formats[0] != formats[1]:
+        causes.append("format")
     names = {name for cause in causes for name in FOLLOWING[cause]}
+    decides = {name: value(start, name) for name in ("mode", "optimizer", "reference_compat")}
+    changed = {name: fields.get(name, before) for name, before in decides.items()}
+    if is_published(**decides) != is_published(**changed):
+        names.update(OF_PUBLISHED)
     if "mode" in causes and start.rotation.mode == "none":  # nothing was trained
         names.add("output_weights")
     return start.replace(**{name: value(Recipe(), name) for name in names - fields.keys()})
@@ -154,8 +168,12 @@ def parse_rotation(text: str) -> dict[str, Any]:
         ) from None
 
 
-def _tell_changes(start: Recipe, changed: Recipe, file: Path) -> None:
-    before, after = (dict(leaves(resolve(recipe).to_dict())) for recipe in (start, changed))
+def _tell_changes(recipes: tuple[Recipe, Recipe], formats: tuple[str, str], file: Path) -> None:
+    """recipes, formats: that of the file, and that of the command line."""
+    before, after = (
+        {"format": format, **dict(leaves(resolve(recipe, format=format).to_dict()))}
+        for recipe, format in zip(recipes, formats, strict=True)
+    )
     differing = [
         f"{name} {before[name]} -> {value}" for name, value in after.items() if value != before[name]
     ]

@@ -147,7 +147,7 @@ def resolve(
             is left out without them.
     """
     rotation = recipe.rotation
-    published = rotation.mode == "none" or rotation.optimizer == "paper" or rotation.reference_compat
+    published = is_published(rotation.mode, rotation.optimizer, rotation.reference_compat)
     calibration: dict[str, Any] = {"seqlen": recipe.calibration.seqlen or default_seqlen(positions)}
     if tokens is not None:
         calibration = {"source": GIVEN_TOKENS, "nsamples": tokens[0], "seqlen": tokens[1]}
@@ -161,6 +161,11 @@ def resolve(
         calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
         format=cast(WeightFormat, format),
     )
+
+
+def is_published(mode: str, optimizer: str, reference_compat: bool) -> bool:
+    """Whether the defaults are those of published methods: of pruning alone, or of the paper's rotation."""
+    return mode == "none" or optimizer == "paper" or reference_compat
 
 
 def _down_rotation(wishes: RotationConfig, published: bool, width: int | None) -> int | Literal["none"]:

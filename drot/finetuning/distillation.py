@@ -6,13 +6,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drot.checkpoint.load import load_model
+from drot.checkpoint.load import has_tokenizer, load_model, load_tokenizer
+from drot.checkpoint.source import model_folder
 from drot.core.errors import UserError
 from drot.sparse.linear import is_packed
+from drot.text.source import tokenize
 
 
-def load_dense(source: str, pruned: Any) -> Any:
-    """The dense model of `source`, on the CPU. Raises UserError if its vocabulary is not that of `pruned`."""
+def load_dense(source: str, pruned: Any, tokenizer: Any, sample: Tensor) -> Any:
+    """The dense model of `source`, on the CPU. Raises UserError if its tokens are not those of `pruned`.
+
+    tokenizer: of `pruned`; None compares the number of tokens alone. sample: token ids [n] of a text.
+    """
+    if tokenizer is not None and has_tokenizer(model_folder(source)):
+        text = tokenizer.decode(sample, skip_special_tokens=True)
+        own, other = (tokenize(text, each) for each in (tokenizer, load_tokenizer(source)))
+        if not torch.equal(own, other):
+            raise UserError(
+                f"`against` must have the tokenizer of the pruned model; the token ids of {source} differ: "
+                "name the model that was pruned"
+            )
     dense = load_model(source)
     if dense.config.vocab_size != pruned.config.vocab_size:
         raise UserError(

@@ -30,8 +30,7 @@ from drot.checkpoint.quantization_config import (
     refuse_quantised,
 )
 from drot.checkpoint.records import FinetuneRecord
-from drot.checkpoint.resume import copy_own_text
-from drot.checkpoint.save import check_output, check_saves, save_checkpoint
+from drot.checkpoint.save import check_output, check_saves, copy_beside, save_checkpoint
 from drot.checkpoint.shards import save_layers
 from drot.checkpoint.size import check_space
 from drot.checkpoint.source import model_folder, recorded_name
@@ -138,7 +137,7 @@ def _finetune(
     refuse_whole(model, "fine-tune a model that reads text alone, or prune with more recovery")
     _check_config(model_config, config)
     files = model_folder(model)
-    manifest, maps = find_manifest(files), load_importance_maps(files)
+    before, maps = find_manifest(files), load_importance_maps(files)
     if tokenizer is None and (tokens is None or has_tokenizer(files)):
         tokenizer = load_tokenizer(model)
     sequences, held_out = split_text(config, tokenizer, tokens, positions_of(model_config), progress)
@@ -146,7 +145,7 @@ def _finetune(
     loaded = load_model(model)
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
-    dense = None if config.against is None else load_dense(config.against, loaded)
+    dense = None if config.against is None else load_dense(config.against, loaded, tokenizer, sequences[0])
     packed = is_packed(loaded)
     if out is not None and torchrun.rank() == 0:
         check_space(out, _size_of_result(loaded, config))
@@ -154,7 +153,7 @@ def _finetune(
     if packed:
         loaded.dequantize()
     share = DecoderModel(loaded).zero_share()
-    if manifest is None and share < LEAST_ZEROS:
+    if before is None and share < LEAST_ZEROS:
         raise UserError(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
@@ -168,13 +167,14 @@ def _finetune(
         pack_model(trained, held.dense_linears if held is not None else [])
     if not config.keep_adapter:
         as_drot_model(trained)
-    manifest = _manifest_after(manifest, trained, finetuning, config, share)
+    manifest = _manifest_after(before, trained, finetuning, config, share)
     if out is not None and torchrun.rank() == 0:
         progress(ProgressEvent(phase="save"))
 
         def write_more(part: Path) -> None:
             save_importance_maps(part, maps)
-            copy_own_text(files, part)
+            if not config.keep_adapter:
+                copy_beside(files, part, before)
 
         manifest = save_checkpoint(
             trained,

@@ -51,6 +51,19 @@ def test_a_checkpoint_on_the_hub_has_its_manifest(tmp_path, monkeypatch):
         drot.prune("me/keep", chosen, calibration=calibration, device="cpu")
 
 
+def test_the_rotations_of_the_run_are_copied(tmp_path):
+    """Other weights in the folder, as Mistral publishes, are not."""
+    recipe, out = Recipe().replace(steps=2, method="wanda", solve="none", target="self"), tmp_path / "out"
+    rotations = out / "rotations.safetensors"
+    model, calibration = small_model("llama", head_dim=16), random_tokens(4, 40)
+    drot.prune(model, recipe, calibration=calibration, device="cpu", out=out, save_rotations_to=rotations)
+    (out / "consolidated.safetensors").write_bytes(bytes(100))
+    manifest = convert(out, tmp_path / "packed", "packed")
+    copied = tmp_path / "packed" / rotations.name
+    assert copied.read_bytes() == rotations.read_bytes() and rotations.name in manifest.files
+    assert not (tmp_path / "packed" / "consolidated.safetensors").exists()
+
+
 def test_convert_there_and_back(checkpoints, tmp_path, capsys):
     """Converting between dense and packed gives the tensors that prune writes in each format."""
     for source, format in (("packed", "dense"), ("dense", "packed")):

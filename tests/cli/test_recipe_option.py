@@ -65,9 +65,11 @@ def test_options_replace_fields_and_say_so(calls, checkpoint, caplog):
     ((_, recipe, _),) = calls
     written = Recipe.from_dict(resolve(RECIPE).to_dict())  # in which solve is none, not auto
     follows = dict(boundary="auto", hessians="auto", output_weights="auto")
+    follows |= dict(training_tokens=None, down_rotation="auto")
     assert recipe == written.replace(sparsity="2:4", mode="layer", blocks=2, **follows)
     (said,) = caplog.messages
-    assert "rotation.mode none -> layer, rotation.blocks 1 -> 2, pruning.sparsity 4:8 -> 2:4" in said
+    assert "rotation.mode none -> layer, rotation.blocks 1 -> 2, " in said
+    assert "rotation.training_tokens 0 -> 32, " in said and "pruning.sparsity 4:8 -> 2:4" in said
     assert "method" not in said and str(checkpoint) in said
 
 
@@ -86,6 +88,10 @@ def test_options_replace_fields_and_say_so(calls, checkpoint, caplog):
         ({}, ["--objective", "entropy"], dict(steps=200, lr=0.7, output_weights="equal")),
         ({}, ["--optimizer", "paper", "--lr", "0.02"], dict(steps=2000, lr=0.02)),
         ({}, ["--optimizer", "fast"], dict(steps=200, lr=0.3)),
+        ({}, ["--optimizer", "paper"], dict(training_tokens=0, down_rotation="none")),
+        (dict(optimizer="paper"), ["--optimizer", "fast"], dict(training_tokens=32, down_rotation=64)),
+        (dict(mode="none"), ["--rotation", "full"], dict(training_tokens=32, down_rotation=64)),
+        (dict(down_rotation=32), ["--boundary", "residual"], dict(down_rotation=32)),
     ],
 )
 def test_what_followed_from_a_replaced_setting_is_open_again(fields, options, expected, calls, checkpoint):
@@ -93,6 +99,25 @@ def test_what_followed_from_a_replaced_setting_is_open_again(fields, options, ex
     assert prune("--recipe", checkpoint, *options) == 0
     rotation = resolve(calls[0][1]).rotation
     assert {name: getattr(rotation, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("before", "now"), [("dense", "packed"), ("packed", "dense")])
+def test_the_boundary_follows_from_the_format(before, now, calls, checkpoint, caplog):
+    """A packed checkpoint has R1 on the residual, a dense checkpoint at the inputs."""
+    change(checkpoint, recipe=resolve(Recipe(), format=before).to_dict(), format=before)
+    assert prune("--recipe", checkpoint, "--format", now) == 0
+    ((_, recipe, options),) = calls
+    assert options["format"] == now
+    expected = resolve(Recipe(), format=now).rotation
+    found = resolve(recipe, format=now).rotation
+    assert (found.boundary, found.hessians) == (expected.boundary, expected.hessians)
+    assert f"format {before} -> {now}" in caplog.text
+
+
+def test_a_fine_tuning_is_not_repeated(calls, checkpoint, caplog):
+    change(checkpoint, finetune=[{"steps": 3}])
+    assert prune("--recipe", checkpoint) == 0
+    assert f"the fine-tuning of {checkpoint} is not repeated" in caplog.text
 
 
 def test_what_a_file_of_settings_names_stays(calls, tmp_path):

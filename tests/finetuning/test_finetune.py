@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import ModelCard
 from runs import saved_bytes
 from small_checkpoints import save_small
-from small_models import random_tokens, small_model
+from small_models import random_tokens, save_small_model, small_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as its_logging
 
@@ -28,6 +28,7 @@ from drot.cli.commands import imported
 from drot.config import FINETUNE_LR, default_seqlen
 from drot.core.errors import UserError
 from drot.finetuning import finetune as module
+from drot.finetuning.distillation import load_dense
 from drot.ops import nm_mask
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import is_packed
@@ -219,6 +220,8 @@ def test_an_adapter_says_that_it_needs_its_model_and_is_not_sparse(pruned, tmp_p
     assert str(folder) not in text and "More Information Needed" not in text  # as in peft's own card
     data = ModelCard(text).data.to_dict()
     assert data["library_name"] == "peft" and data["tags"] == ["drot", "lora"] and "base_model" not in data
+    with pytest.raises(UserError, match=f"holds an adapter, and the sparse weights lie in {folder}"):
+        drot.export_artifact(out, tmp_path / "a.drot")
     assert cli.run(["eval", str(out), "--ppl", str(HELD_OUT)]) == 2
     told = capfd.readouterr().err
     assert "not sparse: repeat drot finetune without --keep-adapter" in told
@@ -430,6 +433,22 @@ def test_a_dense_model_of_another_vocabulary_is_refused(pruned, tmp_path):
     small_model("llama-biased", vocab_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "dense")
     with pytest.raises(UserError, match=r"`against` must be a model with the vocabulary of .* has 64"):
         run(pruned(), tmp_path / "out", against=str(tmp_path / "dense"))
+
+
+def test_a_dense_model_with_another_tokenizer_is_refused(tmp_path):
+    """Its ids name other words: the model would be trained towards nonsense."""
+    model = small_model("llama", num_hidden_layers=1)
+    save_small_model(model, tmp_path / "dense")
+    sample, tokenizer = random_tokens(1, 30, vocab=20)[0], load_tokenizer(tmp_path / "dense")
+    load_dense(str(tmp_path / "dense"), model, tokenizer, sample)
+    file = tmp_path / "dense" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    first, second = (tokenizer.convert_ids_to_tokens(int(token)) for token in sample.unique()[:2])
+    words[first], words[second] = words[second], words[first]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="`against` must have the tokenizer of the pruned model"):
+        load_dense(str(tmp_path / "dense"), model, tokenizer, sample)
 
 
 # ---- the command line --------------------------------------------------------------------------------

@@ -102,6 +102,11 @@ def export_artifact(
     is_callable("progress", progress)
     folder, out = Path(checkpoint), Path(out)
     manifest = read_manifest(folder)
+    if manifest.is_adapter:
+        raise UserError(
+            f"{folder} holds an adapter, and the sparse weights lie in {manifest.finetune[-1].start}: name "
+            "that folder, or the folder of a fine-tuning without `keep_adapter`"
+        )
     if out.exists():
         raise UserError(f"{out} exists: name another `out` or remove it")
     check_writable(out)
