@@ -18,12 +18,9 @@ E2M1 = [
 
 
 def in_blocks(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """The scale in fp64 of each number of a weight, by one loop over the numbers of a matrix."""
-    found = torch.empty(shape, dtype=torch.float64)
-    for row in range(shape[-2]):
-        for column in range(shape[-1]):
-            found[..., row, column] = scales[..., row // block[0], column // block[1]].double()
-    return found
+    """The scale in fp64 of each number of a weight, by the block in which the number lies."""
+    rows, columns = (torch.arange(size) // of for size, of in zip(shape[-2:], block, strict=True))
+    return scales.double()[..., rows[:, None], columns]
 
 
 def in_fp8(weight: Tensor, block: tuple[int, int], *, power: bool) -> tuple[Tensor, Tensor, Tensor]:

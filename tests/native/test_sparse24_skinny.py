@@ -81,6 +81,7 @@ CASES = [
 GPUS = {"one": (1, CONSUMER), "large": (4, A100), "many": (999, CONSUMER), "many, large": (999, A100)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "tokens", "out", "columns", "added"),
     [

@@ -19,6 +19,7 @@ def kernels():
     return ctypes.CDLL(str(library))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize(
