@@ -394,7 +394,7 @@ def as_on_a_gpu() -> Iterator[None]:
         (states, "available_memory", lambda: math.inf),
         (invariance, "TOLERANCE", math.inf),
         (solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS),
-        (DecoderModel, "loaded_layers", lambda model, device=None: iter(model.layers)),
+        (DecoderModel, "loaded_layers", lambda model: iter(model.layers)),
         (Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata + tensor.storage_offset()),
         (torch.nn.functional, "scaled_dot_product_attention", flash_attention),
         (optimizer, "_get_fused_kernels_supported_devices", lambda: [device.type]),

@@ -193,7 +193,7 @@ def target_statistics(pruned: LayerPass, dense: LayerPass, group: InputGroup) ->
     device, ranks, sequences = pruned.stream.device, pruned.stream.ranks, len(pruned.stream.hidden_states)
     hessian = HessianAccumulator(size, device, ranks)
     adds = pruned.layer.adds(group)
-    change = torch.zeros(out if adds else size, size, device=device)
+    change = torch.zeros(out if adds else size, size, dtype=torch.float32, device=device)
     batches = (of_model.inputs(group, outputs=True) for of_model in (pruned, dense))
     roots = pruned.stream.roots(pruned.layer, group)
     for (x, y), (x_dense, y_dense), root in zip(*batches, roots, strict=True):

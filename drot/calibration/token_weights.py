@@ -136,7 +136,7 @@ def layer_gradients(
         if group.expert is not None and key not in means:
             means[key] = _squared_norms(gradient) / gradient.shape[-1]
         elif key not in means:
-            means[key] = torch.zeros(shape, device=hidden.device)
+            means[key] = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
     return found, means, of_outputs
 
 

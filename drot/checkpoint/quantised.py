@@ -160,7 +160,7 @@ class Fp8(Quantised):
         if self.scales.dtype in POWERS:
             found = _power(_bytes(reader, self.scales, 0, count, device))
         else:
-            found = torch.empty(count, device=device)
+            found = torch.empty(count, dtype=torch.float32, device=device)
             reader.read(found, self.scales.file, self.scales.start, DENSE_DTYPES[self.scales.dtype])
         return found.view(-1, -(-self.unit // self.block[1]))  # a row for the rows of each block
 

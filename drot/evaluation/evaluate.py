@@ -31,6 +31,7 @@ from drot.evaluation.record import text_record
 from drot.evaluation.tasks import Score, TaskOptions, Tasks, averages, load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name, parse_dtype, pick_device
 from drot.machine.environment import machine_name
+from drot.machine.products import without_autocast
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
 
@@ -58,6 +59,7 @@ class Setup:
     progress: Progress = silent
 
 
+@without_autocast()
 def evaluate(
     models: Sequence[str | Path],
     *,
@@ -70,7 +72,7 @@ def evaluate(
     batch_size: int = 1,
     num_fewshot: int | None = None,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     stream: bool = False,
     record: bool = True,
     progress: Progress = silent,
@@ -145,7 +147,7 @@ def evaluate(
     )  # fmt: skip
     results: list[dict[str, Any]] = []
     broken: list[str] = []
-    dtype = str(computing_dtype(dtype, target))
+    dtype = dtype_name(computing_dtype(dtype, target))
     for name, found in _measured(names, tokenizers, texts, setup, dtype, stream=stream):
         if isinstance(found, BrokenModelError):
             broken.append(f"{name}: {found}")
@@ -214,7 +216,7 @@ def _check_arguments(
     tasks: Sequence[str],
     against: str | None,
     options: TaskOptions,
-    dtype: str,
+    dtype: str | torch.dtype,
     stream: bool,
 ) -> None:
     """Raises UserError for arguments of `evaluate` that do not go together."""

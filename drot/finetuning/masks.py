@@ -9,6 +9,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
 from drot.core.errors import UserError
+from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.boundary import ROTATION_MODULE
 from drot.model.decoder import DecoderModel
 from drot.model.dtypes import stored_dtype
 
@@ -64,6 +66,12 @@ class KeepMask(TrainerCallback):
                 "KeepMask keeps the zeros of linears that are trained, but this training moves none of them: "
                 "leave it out, and for LoRA that keeps the zeros use drot.finetune"
             )
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and any(of in name for of in (ROTATION_MODULE, DOWN_ROTATION)):
+                raise UserError(
+                    f"{name} must stay as it is, orthogonal, but this training moves it: call "
+                    "requires_grad_(False) on it"
+                )
         self._removed = self._removed or removed_weights(model)
         for name, linear in pruned_linears(model):
             if linear.weight.requires_grad:

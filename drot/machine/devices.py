@@ -45,8 +45,8 @@ def computing_dtype(dtype: str | torch.dtype, device: torch.device) -> str | tor
     return "float32" if dtype == "auto" and device.type == "cpu" else dtype
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in manifests and messages: `bfloat16` for torch.bfloat16."""
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """The name of a dtype in manifests and messages: `bfloat16` for torch.bfloat16. A name stays as it is."""
     return str(dtype).removeprefix("torch.")
 
 

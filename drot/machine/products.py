@@ -40,6 +40,16 @@ def fp32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
         products.fp32_precision = before
 
 
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """A context, or a decorator, in which a `torch.autocast` of the caller casts nothing.
+
+    It would round the rotations and the statistics to 16 bits.
+    """
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b [count, i, j] in `dtype`.
 

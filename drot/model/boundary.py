@@ -43,9 +43,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
+from drot.machine.products import without_autocast
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.experts import drop_down_rotation, hold_down_rotation
 from drot.model.family import EMBEDDED, Family
@@ -292,7 +294,8 @@ def add_boundary_rotation(
     RotatedLayer, and the name of its attention norm gets NORM_PREFIX.
 
     """
-    rotation = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype, device=device)
+    # not initialised, which would draw from the caller's random numbers
+    rotation = skip_init(nn.Linear, hidden_size, hidden_size, bias=False, dtype=dtype, device=device)
     rotation.requires_grad_(False)
     setattr(layer, ROTATION_MODULE, rotation)
     layer.boundary_place = place
@@ -312,6 +315,7 @@ def remove_boundary_rotation(layer: Any) -> None:
 
 
 @torch.no_grad()
+@without_autocast()
 def check_rotations(module: nn.Module, path: str) -> None:
     """Raises UserError that names the first Q or R3 in `module`, a layer or all, that is not orthogonal.
 
@@ -326,7 +330,8 @@ def check_rotations(module: nn.Module, path: str) -> None:
         q: Any = part.weight
         if q.is_meta:
             continue
-        x = torch.randn(q.shape[-1], PROBES, generator=torch.Generator().manual_seed(0)).to(q.device)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(q.shape[-1], PROBES, generator=generator, dtype=torch.float32).to(q.device)
         q32 = q.float()
         error = float(((q32.mT @ (q32 @ x) - x).norm(dim=-2) / x.norm(dim=-2)).amax())
         if not error < orthogonality_tolerance(q):  # error may be NaN

@@ -154,10 +154,10 @@ class DecoderModel:
         """The paths of the modules in front of the layers, the last norm and the head, for `in_memory`."""
         return (*self.family.front, self.family.final_norm, self.family.head)
 
-    def loaded_layers(self, device: torch.device | str = "cpu") -> Iterator[DecoderLayer]:
-        """Each layer where the model lies; those of a skeleton on `device`, one after the other."""
+    def loaded_layers(self) -> Iterator[DecoderLayer]:
+        """Each layer where the model lies; those of a skeleton on the CPU, one after the other."""
         home = self.device
-        return on_device(self.layers, torch.device(device) if home.type == "meta" else home, home)
+        return on_device(self.layers, torch.device("cpu") if home.type == "meta" else home, home)
 
     def parts_of_state(self, sample: int | None = None) -> Iterator[dict[str, Tensor | Ends]]:
         """The state dict of the model in parts: that of the ends, and that of each layer.
@@ -193,6 +193,11 @@ class DecoderModel:
         Linears and norms that share their weight are refused too: each would be changed several times.
         """
         _ = self.head
+        if (said := self.config.num_hidden_layers) != len(self.layers):
+            raise UserError(
+                f"the model must have the {said} layers that num_hidden_layers of its config says; it has "
+                f"{len(self.layers)}: set config.num_hidden_layers to them"
+            )
         if self.embedding.weight.shape[1] != self.hidden_size:
             raise UserError(
                 f"{self.family.embedding} must have {self.hidden_size} columns, the hidden size, got "

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from drot.calibration.token_weights import TokenWeights
 from drot.checkpoint.records import DistillationRecord, PlaceOfStates
 from drot.config import ResolvedRecipe
+from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.memory import return_free_memory
 from drot.machine.ranks import ALONE, Ranks
@@ -22,6 +23,17 @@ from drot.pipeline.memory import device_memory
 from drot.pipeline.sizes import Sizes, sizes_of
 from drot.pipeline.watch import Watch
 from drot.sparse.packed import dense_linears
+
+#: the attribute of a loaded model that a run is changing, or changed in part before it failed
+BEGUN = "_drot_begun"
+
+
+def check_unchanged(model: PreTrainedModel) -> None:
+    """Raises UserError for a model that a run is changing, or that a run left changed in part."""
+    if BEGUN in vars(model):
+        raise UserError(
+            "another run changes `model`, or a run that failed has changed a part of it: load the model again"
+        )
 
 
 class RunContext:
@@ -78,6 +90,15 @@ class RunContext:
         #: of the calibration tokens, when they are known; None if all count alike
         self.token_weights: TokenWeights | None = None
         self.watch, self._progress = Watch(device), progress
+
+    def begin(self) -> None:
+        """Marks a loaded model as changed in part, until `end`. Raises UserError if it is marked already."""
+        check_unchanged(self.model.model)
+        if not self.model.is_skeleton:
+            vars(self.model.model)[BEGUN] = True
+
+    def end(self) -> None:
+        vars(self.model.model).pop(BEGUN, None)
 
     @cached_property
     def sizes(self) -> Sizes:

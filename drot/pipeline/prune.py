@@ -36,7 +36,7 @@ from drot.core.files import WriteError, same_disk
 from drot.core.lock import locked
 from drot.core.version import __version__
 from drot.machine.environment import machine, versions
-from drot.machine.products import fp32_products
+from drot.machine.products import fp32_products, without_autocast
 from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.pipeline.batches import check_sequences
 from drot.pipeline.context import RunContext
@@ -89,6 +89,7 @@ class PruneResult:
 
 
 @fp32_products("ieee")
+@without_autocast()
 @torch.inference_mode(False)  # in which gradients are unknown
 def prune(
     model: str | Path | PreTrainedModel,
@@ -262,6 +263,7 @@ def _run(
 
         # without a checkpoint, the result is the model in the memory of every rank
         manifest = finish() if out is None else ranks.on_first(finish)
+        context.end()
     return PruneResult(None if model.is_skeleton else model.model, manifest, out)
 
 

@@ -75,7 +75,7 @@ def recover_layer(
         on_epoch(0, config.recover_epochs, before)
         with training.running():
             for epoch in range(1, config.recover_epochs + 1):
-                total = torch.zeros((), device=stream.device)
+                total = torch.zeros((), dtype=torch.float32, device=stream.device)
                 for batch, own, size in batches.epoch():
                     training.rate = config.recover_lr * schedule(step, steps)
                     loss = error(batch)

@@ -85,6 +85,7 @@ class PruningRun:
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
             further = further_states(run, stream) if distills else None
 
+        run.begin()
         bases: list[Tensor] = []  # in which the first layer reads, and in which each layer writes
         for layer in on_device(run.model.layers, run.device, run.home):
             boundary = run.bases.merged(layer.index, known) if known else None

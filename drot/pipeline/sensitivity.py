@@ -20,7 +20,7 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name
-from drot.machine.products import fp32_products, merging_dtype
+from drot.machine.products import fp32_products, merging_dtype, without_autocast
 from drot.machine.transfer import on_device
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import LayerRotation
@@ -76,6 +76,7 @@ class SensitivityResult:
 @torch.inference_mode(False)  # in which gradients are unknown
 @torch.no_grad()
 @fp32_products("ieee")
+@without_autocast()
 def sensitivity(
     model: str | Path | PreTrainedModel,
     recipe: Recipe | None = None,
@@ -91,9 +92,10 @@ def sensitivity(
 
     The error is tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ), where Ŵ is W pruned by the recipe's method. W is rotated
     and H is the Hessian of the rotated dense model, so each linear is pruned alone. The rotations are trained
-    for the recipe's own sparsities, with `hessians="dense"`. The model is not changed, and no result is
-    written. Of a model that is read layer by layer, the rotations, and whatever else the main memory does not
-    hold, lie in the system's folder for temporary files (TMPDIR) until the function returns.
+    for the recipe's own sparsities, with `hessians="dense"`. The weights are not changed, and no result is
+    written; a loaded model is in eval mode afterwards. Of a model that is read layer by layer, the rotations,
+    and whatever else the main memory does not hold, lie in the system's folder for temporary files (TMPDIR)
+    until the function returns.
 
     Raises UserError for a mistake in the input.
 

@@ -75,11 +75,11 @@ class CellRunner:
         cells: Sequence[Cell],
         *,
         device: torch.device,
-        dtype: str,
+        dtype: str | torch.dtype,
         progress: Progress,
     ) -> None:
         self.model, self.out = model, out
-        self.dtype = str(computing_dtype(dtype, device))
+        self.dtype = dtype_name(computing_dtype(dtype, device))
         self.tokenizer, self.config = load_tokenizer(model), load_config(model)
         asked, seqlen = grid.asked, grid.asked.seqlen or default_seqlen(positions_of(self.config))
         self.texts: dict[str, Tensor] = {}

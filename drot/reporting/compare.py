@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drot.checkpoint.dtypes import cast_weights
@@ -22,6 +23,7 @@ from drot.evaluation.models import OpenModel
 from drot.evaluation.perplexity import load_eval_tokens
 from drot.evaluation.record import record as record_figures
 from drot.machine.devices import parse_dtype, pick_device
+from drot.machine.products import without_autocast
 from drot.pipeline.prune import prune
 from drot.text.further import load_further
 from drot.text.source import calibration_hash, load_calibration
@@ -59,6 +61,7 @@ class Comparison:
     figures: dict[str, Any]
 
 
+@without_autocast()
 def compare(
     folder: str | Path,
     *,
@@ -67,7 +70,7 @@ def compare(
     seqlen: int | None = None,
     text_column: str = "text",
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     record: bool = True,
     progress: Progress = silent,
 ) -> Comparison:

@@ -17,6 +17,7 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import WriteError, check_writable
 from drot.core.lock import locked
 from drot.machine.devices import pick_device
+from drot.machine.products import without_autocast
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.validation import check_config, check_recipe, down_width
@@ -49,13 +50,14 @@ class SweepResult:
     csv: Path
 
 
+@without_autocast()
 def sweep(
     grid: str | Path,
     *,
     out: str | Path,
     model: str | Path | None = None,
     device: str | torch.device = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     progress: Progress = silent,
 ) -> SweepResult:
     """Prunes a model with each recipe of a grid and measures the perplexity of each result, and its accuracy.

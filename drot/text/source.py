@@ -168,7 +168,8 @@ def draw_sequences(ids: Tensor, *, nsamples: int, seqlen: int, seed: int) -> Ten
 
 def as_token_ids(tokens: Tensor) -> Tensor:
     """`tokens` as int64 on the CPU. Raises UserError unless they are integers [nsamples, seqlen]."""
-    if tokens.dim() != 2 or tokens.is_floating_point() or tokens.is_complex() or 0 in tokens.shape:
+    no_integers = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    if tokens.dim() != 2 or no_integers or 0 in tokens.shape:
         raise UserError(
             "calibration tokens must be integers of shape [nsamples, seqlen], "
             f"got {str(tokens.dtype).removeprefix('torch.')} of shape {list(tokens.shape)}"

@@ -64,6 +64,20 @@ def recorded_shares(folder):
     return {(each["layer"], role): r["sparsity"] for each in layers for role, r in each["linears"].items()}
 
 
+def test_rotations_that_would_be_trained_are_refused(evaluated):
+    """They would no longer be orthogonal, and no program could open the result."""
+    model = drot.load(evaluated, device="cpu", dtype="float32").requires_grad_(True)
+    for name in ("down_rotation", "residual_rotation"):
+        with pytest.raises(UserError, match=f"{name}.weight must stay as it is, orthogonal"):
+            drot.KeepMask().on_train_begin(None, None, None, model=model)
+        for part, parameter in model.named_parameters():
+            if name in part:
+                parameter.requires_grad_(False)
+    callback = drot.KeepMask()
+    callback.on_train_begin(None, None, None, model=model)
+    callback.on_train_end(None, None, None)
+
+
 def test_a_training_that_fills_the_zeros_is_said(evaluated, tmp_path, caplog, capsys):
     out = trained(evaluated, tmp_path / "out")
     warning = next(r.message for r in caplog.records if r.name == "drot" and "other weights" in r.message)
