@@ -91,8 +91,13 @@ def is_loaded(name: str) -> bool:
 
 def check_config(folder: Path) -> None:
     """Raises UserError if config.json is not the file that the manifest of a checkpoint describes."""
-    record = recorded_files(folder).get(CONFIG)
-    _refuse(folder / CONFIG, None if record is None else damage(folder / CONFIG, record))
+    if (record := recorded_files(folder).get(CONFIG)) is not None:
+        check_file(folder / CONFIG, record)
+
+
+def check_file(file: Path, record: FileRecord) -> None:
+    """Raises UserError if `file` is not the file that the manifest of its checkpoint describes."""
+    _refuse(file, damage(file, record))
 
 
 def _refuse(file: Path, problem: str | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drot.checkpoint.card import CARD, save_card
-from drot.checkpoint.integrity import folder_records, is_loaded
+from drot.checkpoint.integrity import check_file, folder_records, is_loaded
 from drot.checkpoint.manifest import CheckpointManifest, write_manifest
 from drot.checkpoint.opening import quiet_transformers
 from drot.checkpoint.resume import OWN_TEXT
@@ -120,9 +120,22 @@ def save_checkpoint(
 
 
 def copy_beside(checkpoint: Path, folder: Path, manifest: CheckpointManifest | None) -> None:
-    """Copies what a run left beside the weights: the text that the model wrote, and the rotations."""
-    for name in () if manifest is None else manifest.files:
-        rotations = name.endswith(".safetensors") and not is_loaded(name)
-        if (rotations or name == OWN_TEXT) and (checkpoint / name).exists():
+    """Copies what a run left beside the weights: the text that the model wrote, and the rotations.
+
+    Raises UserError for a file that is not the one in `manifest`.
+    """
+    for name, record in files_beside(manifest).items():
+        if (checkpoint / name).exists():
+            check_file(checkpoint / name, record)
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint / name, folder / name)
+
+
+def files_beside(manifest: CheckpointManifest | None) -> dict[str, FileRecord]:
+    """The files that `copy_beside` copies."""
+    files = {} if manifest is None else manifest.files
+    return {
+        name: record
+        for name, record in files.items()
+        if name == OWN_TEXT or (name.endswith(".safetensors") and not is_loaded(name))
+    }

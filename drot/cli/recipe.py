@@ -23,7 +23,7 @@ logger = logging.getLogger("drot")
 
 #: setting → what follows from it where it is left open, or fits only some of its values
 FOLLOWING = {
-    "mode": ("boundary", "hessians", "layers_per_rotation"),
+    "mode": ("boundary", "hessians", "layers_per_rotation", "down_rotation"),
     "boundary": ("hessians",),
     "layers_per_rotation": ("hessians",),
     "optimizer": ("steps", "lr"),
@@ -31,7 +31,7 @@ FOLLOWING = {
     "token_weights": ("output_weights",),
     "format": ("boundary", "hessians"),
 }
-#: what follows from `is_published`
+#: what follows from `is_published` for the rotation; the settings of the pruning stay those of the run
 OF_PUBLISHED = ("training_tokens", "down_rotation")
 
 
@@ -59,8 +59,9 @@ def asked_recipe(file: Path | None, given: dict[str, Any], quality: str | None) 
     """
     start, manifest = (Recipe(), {}) if file is None else read_recipe(file)
     fields = recipe_fields(given)
-    before, format = start, manifest.get("format", given.get("format", "dense"))
-    formats = format, given.get("format", format)
+    # of the run: its result may have been converted since
+    before, format = start, (manifest.get("identity") or {}).get("format") or manifest.get("format")
+    formats = format or given.get("format", "dense"), given.get("format", format or "dense")
     if manifest.get("finetune"):
         logger.warning("the fine-tuning of %s is not repeated: the recipe is that of its run", file)
     if manifest:

@@ -40,7 +40,9 @@ class CalibrationConfig:
     seqlen: int | None = Field(default=None, ge=2)
     """Tokens in a sequence. Default: 2048, or what the model reads if that is less."""
     seed: int = Field(default=0, ge=0, le=2**64 - 1)
-    """Random seed of the positions at which sequences are cut."""
+    """Random seed of the positions at which sequences are cut. A text that a model wrote is cut from its
+    beginning on.
+    """
     text_column: str = "text"
     """The column that holds the text, or chats as lists of role and content, in .json, .jsonl and .parquet
     files and in datasets on the hub. Without a column text, it is messages.

@@ -16,9 +16,10 @@ from drot.text.source import tokenize
 def load_dense(source: str, pruned: Any, tokenizer: Any, sample: Tensor) -> Any:
     """The dense model of `source`, on the CPU. Raises UserError if its tokens are not those of `pruned`.
 
-    tokenizer: of `pruned`; None compares the number of tokens alone. sample: token ids [n] of a text.
+    tokenizer: of `pruned`; without a method `decode` the number of tokens alone is compared.
+    sample: token ids [n] of a text.
     """
-    if tokenizer is not None and has_tokenizer(model_folder(source)):
+    if callable(tokenizer) and hasattr(tokenizer, "decode") and has_tokenizer(model_folder(source)):
         text = tokenizer.decode(sample, skip_special_tokens=True)
         own, other = (tokenize(text, each) for each in (tokenizer, load_tokenizer(source)))
         if not torch.equal(own, other):

@@ -30,7 +30,7 @@ from drot.checkpoint.quantization_config import (
     refuse_quantised,
 )
 from drot.checkpoint.records import FinetuneRecord
-from drot.checkpoint.save import check_output, check_saves, copy_beside, save_checkpoint
+from drot.checkpoint.save import check_output, check_saves, copy_beside, files_beside, save_checkpoint
 from drot.checkpoint.shards import save_layers
 from drot.checkpoint.size import check_space
 from drot.checkpoint.source import model_folder, recorded_name
@@ -44,6 +44,7 @@ from drot.evaluation.predictions import check_windows
 from drot.finetuning.distillation import load_dense
 from drot.finetuning.text import split_text
 from drot.machine.devices import is_gpu, pick_device
+from drot.machine.products import without_autocast
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
@@ -75,6 +76,7 @@ class FinetuneResult:
     out: Path | None
 
 
+@without_autocast()
 @torch.inference_mode(False)  # in which gradients are unknown
 def finetune(
     model: str | Path,
@@ -148,7 +150,8 @@ def _finetune(
     dense = None if config.against is None else load_dense(config.against, loaded, tokenizer, sequences[0])
     packed = is_packed(loaded)
     if out is not None and torchrun.rank() == 0:
-        check_space(out, _size_of_result(loaded, config))
+        beside = {} if config.keep_adapter else files_beside(before)
+        check_space(out, _size_of_result(loaded, config) + sum(record.bytes for record in beside.values()))
         check_saves(loaded, tokenizer)
     if packed:
         loaded.dequantize()

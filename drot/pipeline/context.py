@@ -32,7 +32,7 @@ def check_unchanged(model: PreTrainedModel) -> None:
     """Raises UserError for a model that a run is changing, or that a run left changed in part."""
     if BEGUN in vars(model):
         raise UserError(
-            "another run changes `model`, or a run that failed has changed a part of it: load the model again"
+            "another run changes `model`, or a run that failed may have changed a part of it: load it again"
         )
 
 
@@ -89,13 +89,14 @@ class RunContext:
         self.place_of_states: PlaceOfStates = "main memory"
         #: of the calibration tokens, when they are known; None if all count alike
         self.token_weights: TokenWeights | None = None
-        self.watch, self._progress = Watch(device), progress
+        self.watch, self._progress, self._begun = Watch(device), progress, False
 
     def begin(self) -> None:
-        """Marks a loaded model as changed in part, until `end`. Raises UserError if it is marked already."""
+        """Marks a loaded model as changed, until `end`. Raises UserError if another run has marked it."""
+        if self._begun or self.model.is_skeleton:
+            return
         check_unchanged(self.model.model)
-        if not self.model.is_skeleton:
-            vars(self.model.model)[BEGUN] = True
+        vars(self.model.model)[BEGUN] = self._begun = True
 
     def end(self) -> None:
         vars(self.model.model).pop(BEGUN, None)
@@ -103,7 +104,13 @@ class RunContext:
     @cached_property
     def sizes(self) -> Sizes:
         """Those of the model, with the sequences of this rank."""
-        return sizes_of(self.model, self.own_nsamples, self.tokens.shape[1])
+        return self.new_sizes()
+
+    def new_sizes(self) -> Sizes:
+        """As `sizes`, of the model as it is now."""
+        further = None if self.distill_tokens is None else self.ranks.sequences(len(self.distill_tokens))
+        own = None if further is None else len(further)
+        return sizes_of(self.model, self.own_nsamples, self.tokens.shape[1], own)
 
     @cached_property
     def device_memory(self) -> int:

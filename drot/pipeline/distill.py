@@ -37,7 +37,6 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.kept_weights import KeptWeights
 from drot.pipeline.memory import distillation_memory
 from drot.pipeline.shard import as_saved, dense_tensors, round_weights
-from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import further_states
 from drot.pipeline.steps import part_of
 from drot.text.source import calibration_hash
@@ -188,8 +187,7 @@ def _free(run: RunContext) -> int:
 
 
 def _needed(run: RunContext, *, keeps: bool = False) -> int:
-    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-    copies = 0
+    sizes, copies = run.new_sizes(), 0
     if not (run.model.is_skeleton or is_gpu(run.device)):  # of the pruned weights
         copies = sum(tensor.nbytes for layer in run.model.layers for tensor in layer.tensors())
     return copies + distillation_memory(sizes, run.recipe, run.dtype, keeps=keeps)

@@ -118,8 +118,10 @@ def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> i
 
 def further_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
     """The bytes of the hidden states of the sequences on which all layers are trained together."""
-    share = recipe.recovery.distill_nsamples / recipe.calibration.nsamples
-    return round(share * sizes.tokens * sizes.state * dtype.itemsize)
+    count = sizes.further
+    if count is None:
+        count = recipe.recovery.distill_nsamples * sizes.nsamples // recipe.calibration.nsamples
+    return count * sizes.seqlen * sizes.state * dtype.itemsize
 
 
 def training_bytes(

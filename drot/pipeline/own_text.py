@@ -25,7 +25,7 @@ from drot.machine.devices import computing_dtype, free_memory, is_gpu, parse_dty
 from drot.machine.memory import available_memory, return_free_memory
 from drot.model.sizes import check_seqlen, head_shape, positions_of
 from drot.pipeline.sizes import without_weights
-from drot.text.files import WRITTEN_BY, author
+from drot.text.files import SAMPLED, WRITTEN_BY, author
 from drot.text.names import OWN
 from drot.text.source import tokens_of
 
@@ -60,8 +60,8 @@ def sample(
     Each sequence is a row {"text": ...} of the file `out`. It begins with a token drawn from the whole
     vocabulary, so that it may become code, a table, a dialogue or another language, and every further token
     is drawn by its probability, as in LLM-QAT (Liu et al. 2023, arXiv 2305.17888). The same seed gives the
-    same text on the same machine. The first row says too that a model wrote the text: a run cuts it into
-    sequences that follow each other.
+    same text on the same machine. The first row says too that a model wrote the text: `drot.prune` cuts it
+    into sequences that follow each other, whatever the seed of its calibration.
 
     Raises UserError for a number below 1 (`seqlen`: below 2), a seed below 0 or of more than 64 bits, a model
     without a tokenizer, a model that gives no probabilities, and a file `out` that exists or does not end in
@@ -90,7 +90,7 @@ def sample(
     progress(ProgressEvent(phase="load"))
     loaded = load(model, device=device, dtype=dtype)
     check_seqlen(seqlen, loaded.config)
-    return _write(loaded, tokenizer, out, -(-tokens // seqlen), seqlen, seed, progress, "drot.sample")
+    return _write(loaded, tokenizer, out, -(-tokens // seqlen), seqlen, seed, progress, SAMPLED)
 
 
 def write_own_text(

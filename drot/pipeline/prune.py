@@ -122,7 +122,7 @@ def prune(
         calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
         distillation: with `calibration`, token ids [n, seqlen] for the training of all layers together
             (`distill_epochs`), which is left out without them. They should be others. Of fewer than the
-            recipe's `distill_nsamples`, each pass reads them two or three times.
+            recipe's `distill_nsamples`, each pass reads them up to three times.
         device: the device of the computation, to which one layer at a time is moved. A loaded model stays
             where it lies. Of a model that `model` names, a run with `out` reads each layer from its files
             when its turn comes, and drops it when it is saved; a run without `out` loads all of it. Under
@@ -263,7 +263,8 @@ def _run(
 
         # without a checkpoint, the result is the model in the memory of every rank
         manifest = finish() if out is None else ranks.on_first(finish)
-        context.end()
+        if out is None or ranks.first:  # the others keep a model whose ends are not rotated
+            context.end()
     return PruneResult(None if model.is_skeleton else model.model, manifest, out)
 
 

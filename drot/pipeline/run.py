@@ -85,7 +85,6 @@ class PruningRun:
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
             further = further_states(run, stream) if distills else None
 
-        run.begin()
         bases: list[Tensor] = []  # in which the first layer reads, and in which each layer writes
         for layer in on_device(run.model.layers, run.device, run.home):
             boundary = run.bases.merged(layer.index, known) if known else None
@@ -94,6 +93,7 @@ class PruningRun:
             rotation = given and given.to(run.device)
             work = LayerWork(layer, stream, dense, further, check, rotation, boundary, record)
             if (saved := steps.load(state, layer) if state else None) is not None:
+                run.begin()
                 steps.restore(run, work, saved)
                 steps.advance(run, work)
             else:
@@ -101,7 +101,9 @@ class PruningRun:
                     if work.rotation is None:
                         steps.calibrate(run, work)
                         steps.rotate(run, work)
+                    run.begin()
                     steps.merge(run, work)
+                run.begin()
                 steps.prune(run, work)
                 if recipe.recovery.recover == "block":
                     steps.recover(run, work)

@@ -31,6 +31,8 @@ class Sizes:
     head: numbers in lm_head. tied_head: the same if it is tied to the embedding; otherwise 0.
     in_fp32: dtype of a checkpoint → numbers that it holds in fp32 nevertheless.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
+    further: sequences on which all layers are trained together; None if they are not known, and are as many
+        as the recipe says.
     routed: the share of the tokens that an expert reads, on average.
     embedded, lent: numbers of a token beside its hidden state: in the embeddings that layers have of their
         own, and in the keys and values that layers lend.
@@ -52,6 +54,7 @@ class Sizes:
     routed: float = 1.0
     embedded: int = 0
     lent: int = 0
+    further: int | None = None
 
     def share(self, group: InputGroup) -> float:
         """The share of the tokens that a group reads."""
@@ -107,8 +110,8 @@ class Sizes:
         ]
 
 
-def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
-    """The sizes of a model, which may lie on the device `meta`."""
+def sizes_of(model: DecoderModel, nsamples: int, seqlen: int, further: int | None = None) -> Sizes:
+    """The sizes of a model, which may lie on the device `meta`. The numbers are those of Sizes."""
     head = model.head.weight
     shapes: dict[str, tuple[int, int]] = {}
     shapes_in: list[dict[str, tuple[int, int]]] = []
@@ -148,6 +151,7 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         tied_head=head.numel() if head is model.embedding.weight else 0,
         nsamples=nsamples,
         seqlen=seqlen,
+        further=further,
         routed=routed_share(model.config),
         embedded=len(model.layers) * model.widths["embedded"],
         lent=sum(

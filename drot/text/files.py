@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ BYTES_A_TOKEN = 8
 LONGEST_LINE = 1 << 26
 #: bytes that are decoded at a time
 PART = 1 << 20
-#: the entry of the first row of a text that a model wrote: what wrote it
-WRITTEN_BY = "written_by"
+#: the entry of the first row of a text that a model wrote: SAMPLED, or the digest of the run that wrote it
+WRITTEN_BY, SAMPLED = "written_by", "drot.sample"
 
 
 def file_rows(path: Path) -> Iterator[Any]:
@@ -46,13 +47,14 @@ def file_rows(path: Path) -> Iterator[Any]:
     yield from _json_lines(content, path, "line")
 
 
-def author(path: Path) -> Any:
-    """What wrote a .jsonl file, by its first row; None of a text that no model wrote."""
+def author(path: Path) -> str | None:
+    """The entry WRITTEN_BY of a .jsonl file; None of a text that no model wrote."""
     try:
         with path.open(encoding="utf-8") as rows:
-            return json.loads(rows.readline(LONGEST_LINE)).get(WRITTEN_BY)
+            found = json.loads(rows.readline(LONGEST_LINE)).get(WRITTEN_BY)
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
+    return found if isinstance(found, str) and re.fullmatch(rf"{SAMPLED}|[0-9a-f]{{64}}", found) else None
 
 
 def _json_lines(content: str, path: Path, where: str) -> Iterator[Any]:

@@ -62,6 +62,10 @@ def test_the_rotations_of_the_run_are_copied(tmp_path):
     copied = tmp_path / "packed" / rotations.name
     assert copied.read_bytes() == rotations.read_bytes() and rotations.name in manifest.files
     assert not (tmp_path / "packed" / "consolidated.safetensors").exists()
+    rotations.write_bytes(rotations.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="rotations.safetensors is not the file that drot.json describes"):
+        convert(out, tmp_path / "again", "packed")
+    assert not (tmp_path / "again").exists()
 
 
 def test_convert_there_and_back(checkpoints, tmp_path, capsys):

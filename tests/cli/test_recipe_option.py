@@ -92,6 +92,8 @@ def test_options_replace_fields_and_say_so(calls, checkpoint, caplog):
         (dict(optimizer="paper"), ["--optimizer", "fast"], dict(training_tokens=32, down_rotation=64)),
         (dict(mode="none"), ["--rotation", "full"], dict(training_tokens=32, down_rotation=64)),
         (dict(down_rotation=32), ["--boundary", "residual"], dict(down_rotation=32)),
+        (dict(mode="shared"), ["--rotation", "layer"], dict(down_rotation=64)),
+        ({}, ["--rotation", "shared"], dict(down_rotation="none")),
     ],
 )
 def test_what_followed_from_a_replaced_setting_is_open_again(fields, options, expected, calls, checkpoint):
@@ -112,6 +114,14 @@ def test_the_boundary_follows_from_the_format(before, now, calls, checkpoint, ca
     found = resolve(recipe, format=now).rotation
     assert (found.boundary, found.hessians) == (expected.boundary, expected.hessians)
     assert f"format {before} -> {now}" in caplog.text
+
+
+def test_the_format_before_is_that_of_the_run(calls, checkpoint, caplog):
+    """A result may have been converted since: its run with R1 on the residual was dense, and is repeated."""
+    recipe = resolve(Recipe().replace(boundary="residual")).to_dict()
+    change(checkpoint, recipe=recipe, format="packed", identity={"format": "dense"})
+    assert prune("--recipe", checkpoint, "--format", "dense") == 0
+    assert calls[0][1].rotation.boundary == "residual" and "replaces" not in caplog.text
 
 
 def test_a_fine_tuning_is_not_repeated(calls, checkpoint, caplog):

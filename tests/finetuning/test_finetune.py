@@ -440,7 +440,8 @@ def test_a_dense_model_with_another_tokenizer_is_refused(tmp_path):
     model = small_model("llama", num_hidden_layers=1)
     save_small_model(model, tmp_path / "dense")
     sample, tokenizer = random_tokens(1, 30, vocab=20)[0], load_tokenizer(tmp_path / "dense")
-    load_dense(str(tmp_path / "dense"), model, tokenizer, sample)
+    for other in (tokenizer, None, tokenizer.save_pretrained):  # the last has no `decode`
+        load_dense(str(tmp_path / "dense"), model, other, sample)
     file = tmp_path / "dense" / "tokenizer.json"
     content = json.loads(file.read_text())
     words = content["model"]["vocab"]

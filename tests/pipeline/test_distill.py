@@ -32,6 +32,7 @@ from drot.pipeline import steps
 from drot.pipeline.batches import held_out_sequences, schedule
 from drot.pipeline.context import RunContext
 from drot.pipeline.kept_weights import BETAS
+from drot.pipeline.memory import further_bytes
 from drot.pruning import prune_magnitude
 from drot.reporting.demo import CALIBRATION
 
@@ -322,6 +323,18 @@ def test_of_a_text_it_takes_other_sequences(count, tmp_path, monkeypatch):
     assert len(rows) == 4 + (count or 12)
     assert manifest.recipe.recovery.distill_nsamples == (count or 12)
     assert manifest.distillation.passes == QUICK["distill_epochs"]
+
+
+def test_fewer_token_ids_than_the_recipe_asks_for_are_read_repeatedly(monkeypatch):
+    """They take no more memory than they are."""
+    train, seen = module._train, []
+    monkeypatch.setattr(
+        module, "_train", lambda run, *rest, **kept: seen.append(run) or train(run, *rest, **kept)
+    )
+    found = prune(chosen=recipe(distill_nsamples=2 * len(FURTHER)), distillation=FURTHER).manifest
+    assert found.distillation.passes == 2 * QUICK["distill_epochs"]
+    (run,) = seen
+    assert further_bytes(run.sizes, run.recipe, torch.float32) == 4 * FURTHER.numel() * run.sizes.state
 
 
 def test_a_repeated_run_of_a_short_text_draws_the_same_sequences(tmp_path, caplog):

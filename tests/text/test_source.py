@@ -50,6 +50,23 @@ def test_a_short_text_is_drawn_once(tmp_path, caplog):
     assert load(path, nsamples=4, seqlen=4).shape == (4, 4) and not caplog.text
 
 
+@pytest.mark.parametrize("author", ["Jane", 7, "drot.sample", "0" * 64])
+def test_a_text_that_a_model_wrote_is_cut_from_its_beginning(author, tmp_path):
+    """By an entry of its first row. The rows of another text may name an author as well."""
+    path, plain = tmp_path / "a.jsonl", tmp_path / "plain.jsonl"
+    rows = [
+        {"written_by": author, "text": "x", "body": "the quick brown fox jumps"},
+        {"text": "y", "body": "b"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    plain.write_text("\n".join(json.dumps({"body": row["body"]}) for row in rows))
+    if author in ("Jane", 7):
+        assert torch.equal(load(path, text_column="body"), load(plain, text_column="body"))
+    else:
+        path.write_text(json.dumps({"text": "the quick brown fox", "written_by": author}))
+        assert bytes(load(path, nsamples=3, seqlen=4).flatten().tolist()) == b"the quick br"
+
+
 def test_lone_surrogates_are_replaced_and_counted(tmp_path, caplog):
     """As in scraped text. A whole pair is one character."""
     path = tmp_path / "a.jsonl"
