@@ -11,6 +11,7 @@ from small_models import random_tokens, save_small_model, small_model
 import drot
 from drot.core.errors import UserError
 
+pytestmark = pytest.mark.slow
 RECIPE = one_shot("layer", steps=2)
 
 
@@ -31,7 +32,6 @@ STATES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 def test_the_state_of_torch_changes_no_byte(state, tmp_path):
     """Neither of a run, nor of a measurement, nor of a model that is opened again."""
