@@ -13,7 +13,7 @@ from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantised import is_quantised
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
-from drot.checkpoint.save import check_output, copy_beside, save_checkpoint
+from drot.checkpoint.save import check_output, copy_files, files_beside, save_checkpoint
 from drot.checkpoint.shards import save_layers
 from drot.checkpoint.source import model_folder
 from drot.core.checks import is_a
@@ -75,7 +75,7 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
 
         def write_more(new: Path) -> None:
             save_importance_maps(new, maps)
-            copy_beside(folder, new, manifest)
+            copy_files(folder, new, files_beside(manifest))
 
         return save_checkpoint(
             model,

@@ -12,9 +12,9 @@ from drot.model.dtypes import stored_dtype, stored_floats
 
 @torch.no_grad()
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype, field: str = "dtype") -> None:
-    """Rounds what files hold of a model in memory to its `stored_dtype`, in place, and sets the config's.
+    """Rounds the tensors of a model that files hold to their `stored_dtype`, in place.
 
-    Raises UserError as `rounded` does.
+    Sets the `dtype` of the config. Raises UserError as `rounded` does.
 
     field: the argument that chose `dtype`, for the error message.
     """

@@ -119,12 +119,9 @@ def save_checkpoint(
     return manifest
 
 
-def copy_beside(checkpoint: Path, folder: Path, manifest: CheckpointManifest | None) -> None:
-    """Copies what a run left beside the weights: the text that the model wrote, and the rotations.
-
-    Raises UserError for a file that is not the one in `manifest`.
-    """
-    for name, record in files_beside(manifest).items():
+def copy_files(checkpoint: Path, folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Copies those of `files` that `checkpoint` holds. Raises UserError for a file with another record."""
+    for name, record in files.items():
         if (checkpoint / name).exists():
             check_file(checkpoint / name, record)
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +129,7 @@ def copy_beside(checkpoint: Path, folder: Path, manifest: CheckpointManifest | N
 
 
 def files_beside(manifest: CheckpointManifest | None) -> dict[str, FileRecord]:
-    """The files that `copy_beside` copies."""
+    """What a run left beside the weights: the text that the model wrote, and the rotations."""
     files = {} if manifest is None else manifest.files
     return {
         name: record

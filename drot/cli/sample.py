@@ -31,8 +31,8 @@ def sample(
         out FILE.jsonl: File to write, with a text in each row. It must be new.
         tokens: Length of the text in tokens, rounded up to whole rows. The default is enough for drot prune
             --calibration TEXT,own.jsonl with its other defaults. With --quality best give 600000, and
-            1200000 with --nsamples 256: a tenth more than the run reads, because tokens merge when the text
-            is read.
+            1200000 with --nsamples 256: a tenth more than the run reads, because some tokens merge when
+            the text is tokenised again.
         seqlen: Tokens of a row. Each row begins with a random token.
         seed: Seed of the random tokens. The same seed gives the same text on the same machine.
     Run:

@@ -30,7 +30,7 @@ from drot.checkpoint.quantization_config import (
     refuse_quantised,
 )
 from drot.checkpoint.records import FinetuneRecord
-from drot.checkpoint.save import check_output, check_saves, copy_beside, files_beside, save_checkpoint
+from drot.checkpoint.save import check_output, check_saves, copy_files, files_beside, save_checkpoint
 from drot.checkpoint.shards import save_layers
 from drot.checkpoint.size import check_space
 from drot.checkpoint.source import model_folder, recorded_name
@@ -149,8 +149,8 @@ def _finetune(
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
     dense = None if config.against is None else load_dense(config.against, loaded, tokenizer, sequences[0])
     packed = is_packed(loaded)
+    beside = {} if config.keep_adapter else files_beside(before)
     if out is not None and torchrun.rank() == 0:
-        beside = {} if config.keep_adapter else files_beside(before)
         check_space(out, _size_of_result(loaded, config) + sum(record.bytes for record in beside.values()))
         check_saves(loaded, tokenizer)
     if packed:
@@ -176,8 +176,7 @@ def _finetune(
 
         def write_more(part: Path) -> None:
             save_importance_maps(part, maps)
-            if not config.keep_adapter:
-                copy_beside(files, part, before)
+            copy_files(files, part, beside)
 
         manifest = save_checkpoint(
             trained,

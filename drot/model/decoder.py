@@ -196,7 +196,7 @@ class DecoderModel:
         if (said := self.config.num_hidden_layers) != len(self.layers):
             raise UserError(
                 f"the model must have the {said} layers that num_hidden_layers of its config says; it has "
-                f"{len(self.layers)}: set config.num_hidden_layers to them"
+                f"{len(self.layers)}: set config.num_hidden_layers to {len(self.layers)}"
             )
         if self.embedding.weight.shape[1] != self.hidden_size:
             raise UserError(

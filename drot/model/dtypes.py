@@ -21,9 +21,9 @@ def stored_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def stored_floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The name and the tensor of each parameter and buffer of floating point that files hold.
+    """The name and the tensor of each parameter and buffer of floating point that the files of a model hold.
 
-    They do not hold the frequencies of RoPE.
+    The files hold no frequencies of RoPE, which transformers computes.
     """
     yield from ((name, tensor) for name, tensor in module.named_parameters() if tensor.is_floating_point())
     for path, part in module.named_modules():

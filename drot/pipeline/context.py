@@ -108,9 +108,9 @@ class RunContext:
 
     def new_sizes(self) -> Sizes:
         """As `sizes`, of the model as it is now."""
-        further = None if self.distill_tokens is None else self.ranks.sequences(len(self.distill_tokens))
-        own = None if further is None else len(further)
-        return sizes_of(self.model, self.own_nsamples, self.tokens.shape[1], own)
+        ids = self.distill_tokens
+        further = None if ids is None else len(self.ranks.sequences(len(ids)))
+        return sizes_of(self.model, self.own_nsamples, self.tokens.shape[1], further)
 
     @cached_property
     def device_memory(self) -> int:

@@ -190,10 +190,8 @@ def _of_all_ranks(run: RunContext, squares: dict[str, Tensor]) -> dict[str, Tens
             '`dtype="float32"` or `token_weights="equal"`'
         )
     for key in dict.fromkeys(key_of(layer, group) for layer in run.model.layers for group in layer.groups):
-        own, whole = (
-            squares.get(key, torch.zeros(0, shape[1])),
-            torch.zeros(shape, dtype=torch.float32, device=run.device),
-        )
+        own = squares.get(key, torch.zeros(0, shape[1]))
+        whole = torch.zeros(shape, dtype=torch.float32, device=run.device)
         roots = own.sqrt()
         mean = ranks.total(float(roots.sum(dtype=torch.float64))) / whole.numel()
         # a mean of 0 is of outputs on which the loss does not depend
@@ -212,9 +210,8 @@ def _outputs_of_all_ranks(run: RunContext, sums: dict[str, Tensor]) -> dict[str,
         for linear in layer.linears.values()
         if linear.spec.expert is None
     }
-    whole = torch.cat(
-        [sums.get(key, torch.zeros(size, dtype=torch.float32)) for key, size in sizes.items()]
-    ).to(run.device)
+    parts = [sums.get(key, torch.zeros(size, dtype=torch.float32)) for key, size in sizes.items()]
+    whole = torch.cat(parts).to(run.device)
     run.ranks.add_(whole)
     mean = whole.double().mean()
     if not mean:  # the loss does not depend on the model

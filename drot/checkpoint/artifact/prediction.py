@@ -124,7 +124,7 @@ def _of_ends(decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | Non
 
 
 def _split(tensor: Tensor) -> Iterator[Tensor]:
-    tensor = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+    tensor = torch.atleast_1d(tensor.detach())
     for rows in tensor.split(rows_of_a_piece(tensor.shape)):
         yield rows.double()
 
