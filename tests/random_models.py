@@ -25,6 +25,7 @@ MIXTURES = {
     "minimax_m2": "num_local_experts",
     "glm4_moe_lite": "n_routed_experts",
     "olmoe": "num_experts",
+    "flex_olmo": "num_experts",
     "ernie4_5_moe": "moe_num_experts",
     "deepseek_v2": "n_routed_experts",
     "dots1": "n_routed_experts",
@@ -104,11 +105,13 @@ LATENT_ATTENTION = (
 )
 #: those whose config demands a hidden size that the heads divide
 DIVIDED = (
-    *("llama", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text", "deepseek_v2"),
+    *("llama", "exaone", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text", "deepseek_v2"),
     *("internlm3", "iquestcoder", "hyperclovax", "jais2", "vaultgemma"),
 )
 #: those without a head_dim of their own
-ONE_HEAD_DIM = ("phi3", "cohere", "cohere2", "opt", "olmoe", "lfm2", "lfm2_moe", "granitemoehybrid")
+ONE_HEAD_DIM = (
+    *("phi3", "cohere", "cohere2", "opt", "olmoe", "flex_olmo", "lfm2", "lfm2_moe", "granitemoehybrid"),
+)
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -181,7 +184,8 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     """The settings of a mixture of experts."""
     experts = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {MIXTURES[family]: experts, "num_experts_per_tok": draw(st.integers(1, experts))}
-    if family not in ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "hunyuan_v1_moe", "cohere2_moe", *GRANITE):
+    one_width = "mixtral", "gpt_oss", "minimax_m2", "olmoe", "flex_olmo", "hunyuan_v1_moe", "cohere2_moe"
+    if family not in (*one_width, *GRANITE):
         chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
     others = "mixtral", "gpt_oss", "minimax_m2", "hy_v3", "ernie4_5_moe", "hunyuan_v1_moe", "gemma4_text"
     if family not in (*others, *GRANITE):
@@ -315,7 +319,7 @@ def settings_of_models(
     if hidden == heads * head_dim and draw(st.booleans()):  # head_dim is then hidden / heads
         if family in ("qwen2", "smollm3"):
             del chosen["head_dim"]
-        elif family in ("llama", "mistral", "seed_oss"):
+        elif family in ("llama", "exaone", "mistral", "seed_oss"):
             chosen["head_dim"] = None
     if family in ("granite", "granite_swa", *GRANITE, *ONE_HEAD_DIM) and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
@@ -341,6 +345,8 @@ def settings_of_models(
         "hunyuan_v1_moe",
         "glm4_moe_lite",
         "olmoe",
+        "flex_olmo",
+        "exaone",
         "deepseek_v2",
         "dots1",
         "solar_open",
@@ -419,6 +425,7 @@ def settings_of_models(
         chosen["hidden_act"] = draw(st.sampled_from(["xielu", "silu"]))
     if family in (
         "llama",
+        "exaone",
         "smollm3",
         "seed_oss",
         "granite",

@@ -260,6 +260,7 @@ FAMILIES: dict[str, dict] = {
     "olmo2": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=False),
     "olmo2-biased": dict(attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
     "olmo3": dict(sliding_window=8, layer_types=LAYER_TYPES, pad_token_id=2, tie_word_embeddings=False),
+    "exaone": dict(head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
     "exaone4": dict(
         head_dim=12, sliding_window=8, layer_types=LAYER_TYPES, pad_token_id=2, tie_word_embeddings=True
     ),
@@ -435,6 +436,14 @@ FAMILIES: dict[str, dict] = {
         tie_word_embeddings=False,
     ),
     "olmoe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        attention_bias=True,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "flex_olmo": dict(
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,

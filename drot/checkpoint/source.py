@@ -40,7 +40,7 @@ READ_BY_TRANSFORMERS = re.compile(
 )
 LARGEST_SMALL_FILE = 2**30
 #: part of a tensor's name that holds the number of its decoder layer
-LAYER = re.compile(r"layers\.(\d{1,9})\.")
+LAYER = re.compile(r"(?:layers|transformer\.h)\.(\d{1,9})\.")
 #: the entries of a config with the number of layers for multi-token prediction; the first counts those behind
 #: the decoder layers
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")

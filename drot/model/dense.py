@@ -90,12 +90,17 @@ def without_r2(family: Family, *lacking: str) -> Family:
     return replace(family, groups=(attention, replace(o, linears=(replace(o_proj, input=None),)), *mlp))
 
 
-#: Norms behind attention and MLP, and none in front of them. The weight of such a norm acts between a block
-#: and the stream, where no rotation passes it.
-POST_NORM = replace(
-    with_norms(inside(LLAMA), None, None),
-    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-)
+def behind_norms(family: Family) -> Family:
+    """The family with norms behind attention and MLP, and none in front of them.
+
+    The weight of such a norm acts between a block and the stream, where no rotation passes it.
+    """
+    behind = "post_attention_layernorm", "post_feedforward_layernorm"
+    return replace(with_norms(inside(family), None, None), post_norms=behind)
+
+
+#: LLaMA with norms behind attention and MLP.
+POST_NORM = behind_norms(LLAMA)
 #: Norms on both sides of attention and MLP.
 SANDWICH = replace(
     between_norms(

@@ -81,6 +81,25 @@ FAMILIES = {
     ),
     "olmo2": replace(POST_NORM, models="OLMo 2"),
     "olmo3": replace(POST_NORM, models="OLMo 3"),
+    "exaone": replace(
+        LLAMA,
+        models="EXAONE 3.0, EXAONE 3.5",
+        body=(
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.layers", "transformer.h"),
+            ("model.norm", "transformer.ln_f"),
+            ("model", "transformer"),
+        ),
+        files=(
+            ("self_attn.o_proj.", "attn.attention.out_proj."),
+            ("self_attn.", "attn.attention."),
+            ("input_layernorm.", "ln_1."),
+            ("post_attention_layernorm.", "ln_2."),
+            ("mlp.gate_proj.", "mlp.c_fc_0."),
+            ("mlp.up_proj.", "mlp.c_fc_1."),
+            ("mlp.down_proj.", "mlp.c_proj."),
+        ),
+    ),
     "exaone4": replace(POST_NORM, models="EXAONE 4"),
     "gemma2": replace(SANDWICH, models="Gemma 2", norm_offset=1.0),
     "vaultgemma": replace(

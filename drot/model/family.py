@@ -173,9 +173,9 @@ class Family:
     expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
         empty if the files hold the parameters of all experts.
     swapped_in_files: whether they hold these parameters as [experts, in, out], with gate above up.
-    body: what the names of tensors in files begin with, where those of the model begin with `model.`.
-    files: what the names of tensors of a layer begin with → what the files have in its place. The first that
-        fits counts.
+    body: what the names of tensors outside of the layers, and of the layers, begin with → what the files have
+        in its place. The first that fits counts.
+    files: the same of the tensors of a layer, by their names in the layer.
     parts: tensor of a layer → the names in files of its parts, which have as many rows each and lie one below
         the other.
     kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one. A
@@ -220,7 +220,7 @@ class Family:
     router: str | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
     swapped_in_files: bool = False
-    body: str = "model."
+    body: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, tuple[str, ...]], ...] = ()
     kinds: tuple[tuple[str, "Family"], ...] = ()
@@ -338,8 +338,8 @@ class Family:
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """`unpruned`, with the router."""
-        return self.unpruned if self.router is None else ((self.router, self.norms[-1]), *self.unpruned)
+        """`unpruned`, with the router. If no norm is in front of the MLP, the router reads the stream."""
+        return self.unpruned if self.router is None else ((self.router, self.block_norms[1]), *self.unpruned)
 
     @property
     def down_modules(self) -> tuple[str, ...]:
@@ -367,14 +367,11 @@ class Family:
 
     def in_files(self, name: str) -> str:
         """The name in files of a tensor outside of the layers, or of the layers themselves."""
-        return self.body + name.removeprefix("model.") if name.startswith("model.") else name
+        return _renamed(name, self.body)
 
     def name_in_files(self, name: str) -> str:
         """The name in files of a tensor of a layer. name: its name in the layer."""
-        for own, stored in self.files:
-            if name.startswith(own):
-                return stored + name.removeprefix(own)
-        return name
+        return _renamed(name, self.files)
 
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
@@ -382,3 +379,11 @@ class Family:
         if linear.block == "experts":  # which its name begins with already
             name = linear.name
         return f"layers.{index}.{name}"
+
+
+def _renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    """The name with what the first of `renames` that fits has in place of its beginning."""
+    for own, stored in renames:
+        if name.startswith(own):
+            return stored + name.removeprefix(own)
+    return name

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from drot.model.attentions import hybrid, latent, with_delta_attention, with_gate, with_value_heads
 from drot.model.convolutions import GRANITE4, LFM2_ATTENTION, with_mamba, with_short_convolutions
-from drot.model.dense import COHERE, GEMMA4, LLAMA, between_norms, with_norms
+from drot.model.dense import COHERE, GEMMA4, LLAMA, behind_norms, between_norms, with_norms
 from drot.model.expert_layers import (
     MIXTURE,
     files_of_experts,
@@ -109,6 +109,7 @@ MIXTURES = {
     ),
     "glm4_moe_lite": replace(latent(SHARED), models="GLM-4.7-Flash"),
     "olmoe": replace(MIXTURE, models="OLMoE", required=(("clip_qkv", None),), kinds=()),
+    "flex_olmo": replace(behind_norms(MIXTURE), models="FlexOlmo", kinds=()),
     "ernie4_5_moe": replace(
         SHARED,
         models="ERNIE 4.5 MoE",

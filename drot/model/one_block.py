@@ -38,7 +38,7 @@ MLP = Family(
     groups=_groups("mlp", (_reads("up_proj", "mlp"),), "down", _writes("down_proj", "mlp")),
     embedding="model.embeddings",
     final_norm="model.norm_f",
-    body="backbone.",
+    body=(("model.", "backbone."),),
 )
 #: It reads no positions.
 ATTENTION = replace(

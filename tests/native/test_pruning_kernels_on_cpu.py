@@ -409,7 +409,7 @@ def test_pack24_names_the_first_faulty_row(faults: list[tuple[int, int]], kernel
 
 
 @pytest.mark.parametrize(
-    ("faults", "pair"), zip(FAULTS, (0b0000, 0b1010, 0b0001, 0b0110, 0b0000), strict=True)
+    ("faults", "pair"), list(zip(FAULTS, (0b0000, 0b1010, 0b0001, 0b0110, 0b0000), strict=True))
 )
 def test_unpack24_names_the_first_faulty_row(
     faults: list[tuple[int, int]], pair: int, kernels: Kernels

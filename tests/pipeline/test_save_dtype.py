@@ -58,7 +58,10 @@ def test_computed_in_float32_and_saved_in_the_checkpoints_own_dtype(source, tmp_
             assert torch.equal(tensor.to(saved[name].dtype), saved[name])
 
 
-@pytest.mark.parametrize("family", filter(is_available, ["gemma4_text", "minimax_m2", "lfm2_moe", "apertus"]))
+WITH_BUFFERS = "gemma4_text", "minimax_m2", "lfm2_moe", "apertus"
+
+
+@pytest.mark.parametrize("family", list(filter(is_available, WITH_BUFFERS)))
 def test_buffers_have_the_dtype_in_which_transformers_loads_them(family, tmp_path, caplog):
     """A scalar, the bias of a router, the constants of an activation: a run on a CPU computes in float32."""
     source = tmp_path / "source"
