@@ -20,7 +20,10 @@ AUDIO |= dict(subsampling_conv_channels=[4, 4])
 UNIFIED = dict(patch_size=4, pooling_kernel_size=1, mm_embed_dim=16, mm_posemb_size=8, output_proj_dims=16)
 GLM = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, patch_size=4)
 GLM |= dict(image_size=8)
+CLIP = dict(model_type="clip_vision_model", image_size=4, patch_size=4, hidden_size=16, intermediate_size=16)
+CLIP |= dict(num_hidden_layers=1, num_attention_heads=2)
 TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+SMALL_IMAGE = dict(image_size=8, patch_size=4)
 #: the token that stands for a part of an image
 IMAGE = 95
 #: model that reads images → its language model in small_models, and the entries of its config
@@ -43,6 +46,31 @@ WHOLE = {
             downsample_factor=2,
         ),
     ),
+    "lfm3_vl": (
+        "lfm3",
+        dict(
+            vision_config=TOWER | dict(num_key_value_heads=2, patch_size=4),
+            image_token_id=IMAGE,
+            video_token_id=94,
+            projector_hidden_size=24,
+        ),
+    ),
+    "llava": ("llama", dict(vision_config=CLIP, image_token_index=IMAGE, vision_feature_layer=-1)),
+    "aya_vision": (
+        "cohere2",
+        dict(vision_config=SIGLIP | dict(model_type="siglip_vision_model"), image_token_index=IMAGE),
+    ),
+    "cohere2_vision": (
+        "cohere2",
+        dict(
+            vision_config=SIGLIP | dict(model_type="siglip_vision_model"),
+            image_token_id=IMAGE,
+            alignment_intermediate_size=24,
+        ),
+    ),
+    "lighton_ocr": ("qwen3", dict(vision_config=PIXTRAL, image_token_id=IMAGE)),
+    "idefics3": ("llama", dict(vision_config=TOWER | SMALL_IMAGE, image_token_id=IMAGE)),
+    "smolvlm": ("llama", dict(vision_config=TOWER | SMALL_IMAGE, image_token_id=IMAGE)),
     "exaone4_5": (
         "exaone4",
         dict(vision_config=QWEN | dict(num_key_value_heads=2, window_size=8), image_token_id=IMAGE),
@@ -113,6 +141,8 @@ def small_whole(model_type: str, **changes: Any) -> Any:
         text["use_qk_norm"] = False  # it has none
     if model_type in ("qwen3_5_moe", "qwen3_vl_moe", "mistral3-experts", "glm4v_moe"):
         text["moe_intermediate_size"] = 16 if model_type == "qwen3_5_moe" else 48  # which blocks of 16 divide
+    if text_type == "cohere2":
+        text["logit_scale"] = 1.0  # transformers scales no logits of these models
     if model_type == "gemma3":
         del text["final_logit_softcapping"]  # with images it has none
     if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"):
@@ -165,9 +195,12 @@ def image_and_text(model_type: str) -> dict[str, torch.Tensor]:
     tokens = random_tokens(1, 20, vocab=90)
     tokens[0, 5] = IMAGE
     random = torch.Generator().manual_seed(3)
-    if model_type in ("gemma3", "internvl"):
-        size = 8 if model_type == "internvl" else 28
-        return {"input_ids": tokens, "pixel_values": torch.randn(1, 3, size, size, generator=random)}
+    sizes = {"gemma3": 28, "internvl": 8, "llava": 4, "aya_vision": 28, "cohere2_vision": 28}
+    if model_type in sizes:
+        pixels = torch.randn(1, 3, sizes[model_type], sizes[model_type], generator=random)
+        return {"input_ids": tokens, "pixel_values": pixels}
+    if model_type in ("idefics3", "smolvlm"):
+        return {"input_ids": tokens, "pixel_values": torch.randn(1, 1, 3, 8, 8, generator=random)}
     if model_type == "lfm2_vl":
         return {
             "input_ids": tokens,
@@ -186,7 +219,7 @@ def image_and_text(model_type: str) -> dict[str, torch.Tensor]:
             "image_position_ids": places,
             "mm_token_type_ids": kinds,
         }
-    if model_type.startswith("mistral3"):  # it fails on an image of one token
+    if model_type.startswith(("mistral3", "lighton_ocr")):  # it fails on an image of one token
         tokens[0, 6] = IMAGE
         pixels = torch.randn(1, 3, 56, 28, generator=random)
         return {"input_ids": tokens, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 28]])}

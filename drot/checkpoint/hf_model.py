@@ -244,7 +244,7 @@ def _language_model(model: Any) -> Any:
         return model
     with torch.device("meta"):
         text: Any = AutoModelForCausalLM.from_config(language_config(model.config), dtype=model.dtype)
-    setattr(text, text.base_model_prefix, model.model.language_model)
+    setattr(text, text.base_model_prefix, model.get_decoder())
     text.lm_head = model.lm_head
     return text
 

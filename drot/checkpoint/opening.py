@@ -12,7 +12,6 @@ import torch
 from drot.checkpoint.quantised import dense_headers, formats_of
 from drot.checkpoint.quantization_config import drot_config_of, quantization_config_of, reads_quantised
 from drot.checkpoint.source import (
-    LAYER,
     PREDICTION_LAYERS,
     PREDICTION_PREFIXES,
     Header,
@@ -167,7 +166,7 @@ def refuse_superfluous(path: str | Path, model: Any, names: Iterable[str]) -> No
     """
     # old checkpoints hold RoPE's frequencies, inv_freq, which transformers computes
     unread = [r"\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
-    of_layers = filter(LAYER.search, names)
+    of_layers = (name for name in names if ".layers." in name or ".h." in name)
     if unused := sorted(name for name in of_layers if not any(re.search(one, name) for one in unread)):
         raise UserError(
             f"{path} holds {counted(len(unused), 'tensor')} that a model of its config.json does not have, "

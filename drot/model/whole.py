@@ -19,14 +19,20 @@ from drot.model.families import FAMILIES
 
 #: `model_type` of a model that reads images too → published models
 WHOLE_MODELS = {
+    "aya_vision": "Aya Vision",
+    "cohere2_vision": "Command A Vision",
     "exaone4_5": "EXAONE 4.5",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4 31B, Gemma 4 26B-A4B, Gemma 4 E4B, Gemma 4 E2B",
     "gemma4_unified": "Gemma 4 12B",
     "glm4v": "GLM-4.1V, GLM-4.6V-Flash",
     "glm4v_moe": "GLM-4.5V, GLM-4.6V",
+    "idefics3": "Idefics3",
     "internvl": "InternVL 3, InternVL 3.5",
     "lfm2_vl": "LFM2-VL",
+    "lfm3_vl": "LFM3-VL",
+    "lighton_ocr": "LightOnOCR",
+    "llava": "LLaVA 1.5",
     "mistral3": "Ministral 3, Mistral Small 3, Mistral Small 4",
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
@@ -34,6 +40,7 @@ WHOLE_MODELS = {
     "qwen3_vl_moe": "Qwen3-VL with experts",
     "qwen3_5": "Qwen3.5",
     "qwen3_5_moe": "Qwen3.5 MoE",
+    "smolvlm": "SmolVLM, SmolVLM2",
 }
 #: what their files have in front of the language model's tensors, where its own files have `model.` → what
 #: they have in front of `lm_head.`; of three versions of transformers
@@ -41,14 +48,15 @@ BODIES = {
     "model.language_model.model.": "language_model.",
     "language_model.model.": "language_model.",
     "model.language_model.": "",
+    "model.text_model.": "",
     "model.": "",
 }
 #: what the names of the tensors of a language model begin with, behind `model.`
 PARTS = "layers.", "embed_tokens", "norm.", "embedding_norm.", "per_layer_"
 #: the linear that writes images into the residual stream in front of the first layer
 PROJECTORS = (
-    *("multi_modal_projector.linear_2.", "visual.merger.mlp.2.", "visual.merger.linear_fc2."),
-    "visual.merger.down_proj.",
+    *("multi_modal_projector.linear_2.", "vision_projection.linear_2.", "modality_projection.proj."),
+    *("visual.merger.mlp.2.", "visual.merger.linear_fc2.", "visual.merger.down_proj."),
 )
 #: the linears that write them behind layer 0, 1 and so on, with the number of the layer
 LATER_PROJECTORS = re.compile(r"(.*visual\.deepstack_merger_list\.(\d+)\.linear_fc2\.)weight")

@@ -44,9 +44,8 @@ def logits(folder, inputs):
 
 def beside(tensors):
     """The names of the tensors that are no part of the language model."""
-    return {
-        name for name in tensors if any(part in name for part in ("visual", "vision", "audio", "projector"))
-    }
+    parts = "visual", "vision", "audio", "projector", "connector"
+    return {name for name in tensors if any(part in name for part in parts)}
 
 
 def raw(folder):
