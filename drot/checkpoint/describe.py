@@ -16,7 +16,7 @@ from drot.config.recipe_file import MANIFEST
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES, declared
 from drot.model.family import by_module
-from drot.model.unknown import compare
+from drot.model.unknown import nearest_family
 from drot.model.whole import language_config
 
 
@@ -29,8 +29,8 @@ def describe_model(name: str) -> dict[str, Any]:
     rotations: the names of those that it takes. fused: module → its slices.
     quantised, readable: the method, of a model that is quantised, and whether drot makes its weights dense.
     text_model: the type of the language model in a model that reads more than text; its family counts.
-    comparison: of an unknown family, the `Comparison` with the nearest known one; None if transformers has no
-        causal language model of the type.
+    comparison: of an unknown family, the `NearestFamily`; None if transformers has no causal language model
+        of the type.
     """
     whole = load_whole_config(name)
     config = language_config(whole)
@@ -60,4 +60,4 @@ def _comparison(name: str, config: Any) -> dict[str, Any] | None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except UserError:
         return None
-    return asdict(compare(model))
+    return asdict(nearest_family(model))

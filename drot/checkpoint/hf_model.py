@@ -33,7 +33,7 @@ from drot.checkpoint.quantization_config import (
     QUANT_METHOD,
     STORED_DTYPES,
     DrotConfig,
-    describe,
+    drot_config_of_modules,
     expect_stored,
     format_of,
 )
@@ -176,7 +176,7 @@ def as_drot_model(model: Any) -> None:
 
 def _describe_in_config(model: Any) -> DrotConfig | None:
     """Sets or removes the `quantization_config` of a model, and returns it."""
-    entry, quantizer = describe(model), getattr(model, "hf_quantizer", None)
+    entry, quantizer = drot_config_of_modules(model), getattr(model, "hf_quantizer", None)
     if entry is not None:
         model.config.quantization_config = entry
         if quantizer is not None:

@@ -77,7 +77,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.as_posix() for path in paths - hidden} - {REPORT}
 
 
-def compare(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
+def differing_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
     """File → what is wrong with it, for each of `files` that is damaged, and for weights not among them."""
     found = in_threads(lambda name: damage(folder / name, files[name]), sorted(files))
     problems = {name: problem for name, problem in found.items() if problem is not None}

@@ -15,11 +15,11 @@ from drot.checkpoint.records import (
     DistillationRecord,
     EvaluationRecord,
     FinetuneRecord,
-    GivenRotations,
     LayerRecord,
     Machine,
     MemoryPeak,
     PlaceOfStates,
+    RotationsFileRecord,
     Seconds,
     Share,
     SharedRotationRecord,
@@ -123,7 +123,7 @@ class Manifest(CheckpointManifest):
     layers: Annotated[list[LayerRecord], Field(min_length=1)]
     shared_rotation: SharedRotationRecord | None
     rotations_left_out: list[Literal["r1", "r2", "r3"]] = Field(default_factory=list)
-    rotations_file: GivenRotations | None
+    rotations_file: RotationsFileRecord | None
     untied_lm_head: bool
     relative_logit_error: float | None
     versions: Versions

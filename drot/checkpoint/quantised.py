@@ -57,13 +57,13 @@ class WeightsOfGroup(BaseModel):
     block_structure: Block | None = None
 
 
-class Group(BaseModel):
+class WeightGroup(BaseModel):
     """A group of linears of compressed-tensors."""
 
     weights: WeightsOfGroup | None = None
 
 
-class Keys(BaseModel):
+class QuantisedKeys(BaseModel):
     """What drot reads of the `quantization_config` of such a model.
 
     weight_block_size: the rows and columns that share a scale, of `quant_method: fp8`; transformers takes the
@@ -72,7 +72,7 @@ class Keys(BaseModel):
     """
 
     weight_block_size: Block | None = (128, 128)
-    config_groups: dict[str, Group] = Field(default_factory=dict)
+    config_groups: dict[str, WeightGroup] = Field(default_factory=dict)
     transform_config: dict[str, Any] | None = None
 
     def block(self, where: str) -> tuple[int, int] | None:
@@ -237,7 +237,7 @@ def dense_headers(headers: dict[str, Header], folder: Path) -> dict[str, Header]
     if not is_readable(entry):
         return headers
     where = f"{folder / CONFIG}: quantization_config"
-    block = check_schema(Keys, entry, where).block(where)
+    block = check_schema(QuantisedKeys, entry, where).block(where)
     found = {name: header for name, header in headers.items() if not name.endswith(BESIDE)}
     for name, header in headers.items():
         own = name.removesuffix(NUMBERS)

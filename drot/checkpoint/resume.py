@@ -30,7 +30,7 @@ logger = logging.getLogger("drot")
 IDENTITY = "run.json"
 #: the text that the model wrote for the calibration, in that folder and in the checkpoint
 OWN_TEXT = "own_text.jsonl"
-#: part -> its entry (`Part`)
+#: part -> its entry (`PartEntry`)
 JOURNAL = "parts.json"
 LAYER = "layer_"
 #: the part with the record of a training of all layers, and the beginning of the names of its layers
@@ -39,7 +39,7 @@ DISTILLED = "distilled"
 HASHERS = 4
 
 
-class Part(FileRecord):
+class PartEntry(FileRecord):
     """The entry of a part in the journal, with the hash and the size of its file.
 
     machine: that computed it; None if that is not known. record: what the part holds beside tensors, as JSON.
@@ -49,7 +49,7 @@ class Part(FileRecord):
     record: Json[Any]
 
 
-class Journal(RootModel[dict[str, Part]]):
+class Journal(RootModel[dict[str, PartEntry]]):
     """The content of parts.json without its digest."""
 
 

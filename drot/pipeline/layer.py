@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import Figure, InputHessian, at_once, diagonal_of
+from drot.calibration.hessian import InputHessian, Scalar, at_once, diagonal_of
 from drot.calibration.layer_pass import LayerPass, target_statistics
 from drot.checkpoint.dtypes import rounded
 from drot.config import PruningConfig, ResolvedRecipe
@@ -242,12 +242,12 @@ def _of_each(role: Role, figures: dict[str, Any]) -> list[dict[str, Any]]:
 def _one_shot(
     role: Role,
     config: PruningConfig,
-    error: Figure | None,
-    energy: Figure | None,
+    error: Scalar | None,
+    energy: Scalar | None,
     importance: GroupImportance,
     maps: dict[str, Tensor],
     ranks: Ranks,
-) -> dict[str, dict[str, Figure | None]]:
+) -> dict[str, dict[str, Scalar | None]]:
     """Basis → the figures of the pruning without solver; adds the maps of the dense linears to `maps`.
 
     error: of the outputs in the last basis. energy: tr(W H Wᵀ), where it is known.

@@ -50,7 +50,7 @@ OWN_TEXTS = Path(OWN_TEXT).stem
 KEY_DIGITS = 16
 
 #: `perplexity`: text → perplexity; `accuracy`: task → accuracy in [0, 1]; None if it is not finite
-Measured = dict[str, dict[str, float | None]]
+CellFigures = dict[str, dict[str, float | None]]
 
 
 def _weights_in_files(model: str) -> dict[str, Any]:
@@ -188,12 +188,12 @@ class CellRunner:
         tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
         return None if tokens is None else calibration_hash(tokens)
 
-    def _measure(self, model: PreTrainedModel) -> Measured:
+    def _measure(self, model: PreTrainedModel) -> CellFigures:
         """The figures of a model. Raises BrokenModelError for a model without a finite loss."""
         figures = measure(OpenModel(model), self.model, self.tokenizer, self.texts, self.setup)
         return {"perplexity": figures["perplexity"], "accuracy": figures["tasks"]}
 
-    def _measure_cell(self, model: PreTrainedModel) -> Measured:
+    def _measure_cell(self, model: PreTrainedModel) -> CellFigures:
         """The figures of a pruned model, which may be broken."""
         try:
             return self._measure(model)
