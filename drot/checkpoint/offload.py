@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drot.checkpoint.integrity import verified_while_loading
+from drot.checkpoint.integrity import CONFIG_FILE, verified_while_loading
 from drot.checkpoint.opening import (
     NO_MODEL,
     checked_headers,
@@ -33,7 +33,6 @@ from drot.checkpoint.quantization_config import (
     refuse_quantised,
 )
 from drot.checkpoint.source import (
-    CONFIG,
     DENSE_DTYPES,
     Header,
     check_headers,
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
 #: a model whose weights, times this, exceed the free memory: the C library then keeps nothing that was freed
 FEW_TIMES = 4
 #: the dtypes in safetensors files that drot reads
-DTYPES = DENSE_DTYPES | {"U8": torch.uint8}  # the positions of packed weights
+FILE_DTYPES = DENSE_DTYPES | {"U8": torch.uint8}  # the positions of packed weights
 
 
 class DiskWeights:
@@ -121,7 +120,7 @@ class DiskWeights:
             header = self._headers.get(self._name(name))
             if header is None or isinstance(header, Quantised):
                 continue
-            stored = DTYPES[header.dtype]
+            stored = FILE_DTYPES[header.dtype]
             if stored.itemsize < parameter.dtype.itemsize:
                 parameter.data = parameter.data.to(stored)
 
@@ -167,7 +166,7 @@ class DiskWeights:
         if isinstance(header, Quantised):
             header.read(self._reader, target, first)
         else:
-            dtype = DTYPES[header.dtype]
+            dtype = FILE_DTYPES[header.dtype]
             self._reader.read(target, header.file, header.start + first * dtype.itemsize, dtype)
 
 
@@ -215,7 +214,7 @@ def open_skeleton(
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             except OSError:  # there is no such file
                 model.generation_config = GenerationConfig.from_pretrained(
-                    folder, config_file_name=CONFIG, _from_model_config=True
+                    folder, config_file_name=CONFIG_FILE, _from_model_config=True
                 )
             _compute_buffers(model)
     weights = _weights_of(path, model, headers, folder)

@@ -19,7 +19,7 @@ from drot.checkpoint.whole import kept_bytes
 from drot.config import Recipe, ResolvedRecipe
 from drot.core import torchrun
 from drot.core.errors import UserError
-from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu, pick_device
+from drot.machine.devices import DTYPES_BY_NAME, computing_dtype, dtype_name, is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
 from drot.model.decoder import DecoderModel
@@ -32,7 +32,7 @@ from drot.pipeline.rotation_files import with_given_r3
 from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.states import place_of_states
 from drot.pipeline.work import run_work
-from drot.text.names import OWN, are_files, check_sources
+from drot.text.names import OWN_SOURCE, are_files, check_sources
 from drot.text.source import load_calibration, tokens_of
 
 #: share of the memory that a run may take by its estimate: CUDA itself takes some, and the estimate is rough
@@ -130,7 +130,7 @@ def run_needs(
     on_device = device_memory(of_rank, resolved, chosen)
     if trains:
         on_device = max(on_device, training_memory(of_rank, resolved, gpus))
-    if tokens_of(OWN, text, nsamples):
+    if tokens_of(OWN_SOURCE, text, nsamples):
         on_device = max(on_device, sizes.weights * chosen.itemsize)
     from_gguf = not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
     if not (isinstance(model, PreTrainedModel) or from_gguf):
@@ -177,7 +177,7 @@ def _image_bytes(model: str | Path, rotated: torch.dtype | None) -> int:
 
 def _dtype(dtype: str | torch.dtype, own: torch.dtype) -> torch.dtype:
     """A dtype by its name; `auto` is the checkpoint's own."""
-    return DTYPES.get(dtype, own) if isinstance(dtype, str) else dtype
+    return DTYPES_BY_NAME.get(dtype, own) if isinstance(dtype, str) else dtype
 
 
 # ---- the settings with which a run fits into the memory of a device --------------------------------------

@@ -26,7 +26,7 @@ from drot.machine.memory import available_memory, return_free_memory
 from drot.model.sizes import check_seqlen, head_shape, positions_of
 from drot.pipeline.sizes import without_weights
 from drot.text.files import SAMPLED, WRITTEN_BY, author
-from drot.text.names import OWN
+from drot.text.names import OWN_SOURCE
 from drot.text.source import tokens_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def write_own_text(
     """
     text = recipe.calibration
     counts = (text.nsamples, recipe.recovery.distill_nsamples)
-    tokens = math.ceil(WRITTEN * sum(tokens_of(OWN, text, count) for count in counts))
+    tokens = math.ceil(WRITTEN * sum(tokens_of(OWN_SOURCE, text, count) for count in counts))
     if not tokens:
         return
     seqlen = min(SEQLEN, positions_of(config) or SEQLEN)

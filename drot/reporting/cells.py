@@ -37,7 +37,7 @@ from drot.pipeline.tokens import TextReader
 from drot.reporting.grid import Cell, Grid, effective
 from drot.reporting.rows import run_columns
 from drot.text.mixture import texts_of
-from drot.text.names import OWN
+from drot.text.names import OWN_SOURCE
 from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
@@ -107,7 +107,7 @@ class CellRunner:
         The first of these recipes is the one that reads most of it, because the model writes it then.
         """
         readers: dict[CalibrationConfig, TextReader] = {}
-        writes = any(OWN in dict(texts_of(recipe.calibration.source)) for recipe in recipes)
+        writes = any(OWN_SOURCE in dict(texts_of(recipe.calibration.source)) for recipe in recipes)
         weights = _weights_in_files(self.model) if writes else None  # they write other texts at the same path
         for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
             text, further = recipe.calibration, recipe.recovery.distill_nsamples

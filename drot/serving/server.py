@@ -51,7 +51,7 @@ GRACE, LAST_WORDS = 5, 1
 #: between these, transformers writes what went wrong in a stream, which may be no JSON
 STREAM_ERROR, STREAM_ERROR_END = 'data: {"error": "', '"}\n\n'
 #: position of the GenerationConfig in the arguments with which transformers' handlers answer
-CONFIG = 5
+CONFIG_ARGUMENT = 5
 
 
 class _OneModel:
@@ -171,7 +171,7 @@ class _Chat(_OneModel, ChatCompletionHandler):
         """Cuts the message before a stop: for some models, transformers reads it from the tokens again, and
         strips the white space in which the stop may have ended."""
         response = await super()._non_streaming(*request, **options)
-        if not (stops := stops_of(request[CONFIG])):
+        if not (stops := stops_of(request[CONFIG_ARGUMENT])):
             return response
         answer = json.loads(bytes(response.body))
         choice = answer["choices"][0]

@@ -9,7 +9,7 @@ import torch
 from drot.checkpoint.artifact.coding import decode
 from drot.checkpoint.artifact.container import Reader
 from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
-from drot.checkpoint.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
+from drot.checkpoint.artifact.tensors import CODED_DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.save import check_output
 from drot.checkpoint.source import tensors_of
 from drot.core.checks import is_a, is_callable
@@ -123,7 +123,7 @@ def _write_tensor(
             file, dtype, shape, offset = stored[weight]
             # `unsure` is the largest: two numbers of 8 bytes for each weight
             parts = reader.parts(member, ("mask", "difference", "unsure"), 16 * rows.numel())
-            values = decode(parts, rows, tolerance, DTYPES[dtype]).contiguous()
+            values = decode(parts, rows, tolerance, CODED_DTYPES[dtype]).contiguous()
             row_bytes = values.nbytes // len(values)
             _write_at(file, offset + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
         except UserError:

@@ -15,7 +15,7 @@ from drot.core.errors import UserError
 from drot.ops import unpack24
 
 #: dtypes of weights in a safetensors file
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+CODED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 #: the name of a tensor in a file of rotations
 ROTATION = re.compile(r"layers\.\d+\.r[123]")
 #: bit positions of the four 2-bit positions in a byte (drot/ops/pack24.py)
