@@ -89,7 +89,7 @@ def is_loaded(name: str) -> bool:
     return name == CONFIG_FILE or LOADED_WEIGHTS.fullmatch(name) is not None
 
 
-def check_config(folder: Path) -> None:
+def check_config_file(folder: Path) -> None:
     """Raises UserError if config.json is not the file that the manifest of a checkpoint describes."""
     if (record := recorded_files(folder).get(CONFIG_FILE)) is not None:
         check_file(folder / CONFIG_FILE, record)

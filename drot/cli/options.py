@@ -21,7 +21,7 @@ from drot.cli.messages import flag, in_options
 from drot.config import SEQLEN, CalibrationConfig, WeightFormat
 from drot.config.settings import description_of, fields_of
 from drot.core.checks import path_exists
-from drot.core.hub import check_name
+from drot.core.hub import check_model_name
 from drot.core.torchrun import rank
 from drot.core.validation import choices_of, members_of
 from drot.text.names import check_sources, check_text
@@ -67,8 +67,8 @@ def check_checkpoint(folder: str) -> None:
 #: Form of a value → what checks it before torch and transformers are imported, which takes seconds
 CHECKS: dict[str, Callable[[str], None]] = {
     "DIR": check_checkpoint,
-    "MODEL": check_name,
-    "MODEL...": check_name,
+    "MODEL": check_model_name,
+    "MODEL...": check_model_name,
     "[c4|own|ORG/NAME|PATH]": check_sources,
     "[c4|ORG/NAME|PATH]": check_sources,
     "[ORG/NAME|PATH]": lambda text: check_text(text, "test"),

@@ -21,7 +21,7 @@ from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 from drot.model.rotation import LayerRotation
 from drot.pipeline.importance import GroupImportance
-from drot.pipeline.shard import round_weights
+from drot.pipeline.shard import round_layer
 from drot.pruning import PruneOutcome, dense_target, prune_once, solve_weights
 
 logger = logging.getLogger("drot")
@@ -61,7 +61,7 @@ def prune_layer(
     maps: dict[str, Tensor] = {}
     save_dtype = save_dtype or layer.dtype
     pruned = {name for name, linear in layer.linears.items() if pruning.sparsity_for(linear.full_name).ratio}
-    round_weights(layer, save_dtype, leave=pruned)
+    round_layer(layer, save_dtype, leave=pruned)
     for groups in batches(layer, pruned, pruning):
         of_groups = zip(*map(layer.linears_of, groups), strict=True)
         roles = [Role(list(linears)) for linears in of_groups if linears[0].name in pruned]

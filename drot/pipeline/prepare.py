@@ -27,7 +27,7 @@ from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext, check_unchanged
 from drot.pipeline.tokens import TextReader, given_tokens
-from drot.pipeline.validation import check_config, check_recipe, down_width
+from drot.pipeline.validation import check_prunable, check_recipe, down_width
 
 logger = logging.getLogger("drot")
 
@@ -66,7 +66,7 @@ def plan(
     else:
         config = load_config(model)
         _refuse_pruned(model)
-    check_config(config)
+    check_prunable(config)
     resolved = resolve(
         recipe,
         positions=positions_of(config),

@@ -19,7 +19,7 @@ from drot.pipeline.invariance import ModelCheck
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import recover_layer
-from drot.pipeline.shard import as_saved, load_tensors, round_weights
+from drot.pipeline.shard import as_saved, load_tensors, round_layer
 from drot.pipeline.training import own_r3, train
 from drot.rotation.objective import LayerObjective
 
@@ -160,7 +160,7 @@ def recover(run: RunContext, work: LayerWork) -> None:
     assert work.dense is not None
     with run.during("recover", work.layer):
         record = recover_layer(work.layer, work.stream, work.dense, run.recipe.recovery, on_epoch)
-        round_weights(work.layer, run.save_dtype)
+        round_layer(work.layer, run.save_dtype)
     work.record["recovery"] = record.model_dump()
 
 

@@ -182,7 +182,7 @@ def check_body(kind: type[Completion], body: dict[str, Any], *, seeds: bool, voc
         )
 
 
-def check_length(body: dict[str, Any], tokenizer: Any, context: int | None) -> None:
+def check_prompt(body: dict[str, Any], tokenizer: Any, context: int | None) -> None:
     """Raises HTTPException 400 for a prompt that cannot fit into the context, before it is tokenised.
 
     Other requests wait while a prompt is tokenised. A token of the vocabulary has the most characters that

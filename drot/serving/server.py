@@ -42,7 +42,7 @@ from drot.serving.requests import (
     Chat,
     Completion,
     check_body,
-    check_length,
+    check_prompt,
 )
 from drot.serving.stops import before_stop
 
@@ -68,7 +68,7 @@ class _OneModel:
         name, _, tokenizer = self.served
         if body.get("model") not in (None, name):
             raise HTTPException(404, _no_other(name, body["model"]))
-        check_length(body, tokenizer, self.engine.context)
+        check_prompt(body, tokenizer, self.engine.context)
         vocabulary = self.served[1].config.get_text_config().vocab_size
         check_body(self.kind, body, seeds=self.engine.batch is None, vocabulary=vocabulary)
         if body.get("tool_choice") == "none":

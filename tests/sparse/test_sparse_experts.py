@@ -21,7 +21,7 @@ import drot
 from drot.checkpoint.convert import convert
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.quantization_config import drot_config_of_modules
-from drot.checkpoint.size import weight_bytes
+from drot.checkpoint.size import weight_file_bytes
 from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.evaluation.speed import measure_speed
@@ -175,7 +175,7 @@ def test_the_files_of_a_packed_mixture(family, tmp_path):
     assert_same_weights(opened.dequantize(), AutoModelForCausalLM.from_pretrained(dense))
     sizes = sizes_of(DecoderModel(small_model(family)), *TOKENS.shape)
     estimated, _ = disk_needs(sizes, result.manifest.recipe, torch.float32)
-    assert 0 <= weight_bytes(out) - estimated < 12_000  # the headers
+    assert 0 <= weight_file_bytes(out) - estimated < 12_000  # the headers
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -22,14 +22,14 @@ from drot.checkpoint.artifact.tensors import (
     at_positions,
     holds_rotations,
     holds_weights,
+    names_of_weight,
     numbered,
     read_dense,
-    stored_names,
 )
 from drot.checkpoint.card import CARD
 from drot.checkpoint.importance import IMPORTANCE_MAPS
 from drot.checkpoint.integrity import (
-    check_config,
+    check_config_file,
     files_in,
     folder_records,
     is_loaded,
@@ -111,7 +111,7 @@ def export_artifact(
         raise UserError(f"{out} exists: name another `out` or remove it")
     check_writable(out)
     files = _files(folder, manifest)
-    check_config(folder)  # the others are compared while they are read, which takes longer
+    check_config_file(folder)  # the others are compared while they are read, which takes longer
     name = manifest.dense_model(model)
     source = open_source(name)
     held, layers = drot_config_of(load_config(folder)), len(source.layers)
@@ -227,7 +227,7 @@ def _add_all(
     """
     left, tolerances = set(stored), dict[str, float]()
     for prediction in found:
-        if names := stored_names(prediction.name, stored):
+        if names := names_of_weight(prediction.name, stored):
             left -= set(names)
             tolerances[prediction.name] = prediction.tolerance
             _add(writer, prediction, names, stored)

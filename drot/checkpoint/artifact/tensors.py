@@ -34,7 +34,7 @@ def holds_rotations(file: Path) -> bool:
     return all(ROTATION.fullmatch(name) for name in read_headers([file]))
 
 
-def stored_names(name: str, stored: Any) -> tuple[str, str | None] | None:
+def names_of_weight(name: str, stored: Any) -> tuple[str, str | None] | None:
     """The tensors of a checkpoint that hold the weight `name`: a weight, or values and positions.
 
     stored: the names of the checkpoint's tensors. None if the checkpoint does not hold the weight, as a tied
@@ -51,7 +51,7 @@ def read_dense(name: str, stored: Mapping[str, tuple[Path, str]]) -> Tensor:
 
     stored: name of a tensor of the checkpoint → its file and its dtype.
     """
-    names = stored_names(name, stored)
+    names = names_of_weight(name, stored)
     if names is None:
         raise UserError(f"the checkpoint holds no {name}: name a folder that drot prune wrote")
     found = []
