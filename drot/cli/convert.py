@@ -20,7 +20,7 @@ def convert(model: str, out: Path, format: str, as_json: bool = False) -> None:
         as_json:
     """
     from drot.checkpoint import convert as conversion
-    from drot.checkpoint.size import weight_file_bytes
+    from drot.checkpoint.disk_space import weight_file_bytes
 
     with working():
         manifest = conversion.convert(model, out, format)

@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
-from drot.checkpoint.size import size_text, weight_file_bytes, why_larger
+from drot.checkpoint.disk_space import size_text, weight_file_bytes, why_larger
 from drot.cli.safe_text import SafeConsole
 
 if TYPE_CHECKING:  # imported when something is printed: help prints no manifest

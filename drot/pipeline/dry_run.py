@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.load import load_tokenizer
-from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transformers
+from drot.checkpoint.multimodal import kept_bytes
+from drot.checkpoint.opening import NO_MODEL, load_outer_config, silent_transformers
 from drot.checkpoint.records import PlaceOfStates
-from drot.checkpoint.size import size_text
 from drot.checkpoint.source import gguf_file
-from drot.checkpoint.whole import kept_bytes
 from drot.config import Recipe, ResolvedRecipe
 from drot.core import torchrun
 from drot.core.errors import UserError
@@ -23,8 +23,8 @@ from drot.machine.devices import DTYPES_BY_NAME, computing_dtype, dtype_name, is
 from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
 from drot.model.decoder import DecoderModel
+from drot.model.multimodal import MULTIMODAL, language_config, stored_names
 from drot.model.sizes import check_seqlen
-from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.memory import device_memory, distillation_memory, main_memory, state_bytes, training_memory
 from drot.pipeline.prepare import parsed_dtype, plan
@@ -166,12 +166,12 @@ def run_needs(
 
 def _image_bytes(model: str | Path, rotated: torch.dtype | None) -> int:
     """`kept_bytes` of a model by its config; 0 if it reads text alone."""
-    config = load_whole_config(model)
-    if config.model_type not in WHOLE_MODELS:
+    config = load_outer_config(model)
+    if config.model_type not in MULTIMODAL:
         return 0
     with silent_transformers(NO_MODEL.format(str(model)), config.to_dict()), torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
-    tensors = whole.state_dict()
+        multimodal = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    tensors = multimodal.state_dict()
     return kept_bytes(tensors, stored_names(tensors, language_config(config).model_type), rotated)
 
 

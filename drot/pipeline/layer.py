@@ -21,7 +21,7 @@ from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 from drot.model.rotation import LayerRotation
 from drot.pipeline.importance import GroupImportance
-from drot.pipeline.shard import round_layer
+from drot.pipeline.saved_layer import round_layer
 from drot.pruning import PruneOutcome, dense_target, prune_once, solve_weights
 
 logger = logging.getLogger("drot")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.resume import IDENTITY
-from drot.checkpoint.size import size_text
 from drot.config import ResolvedRecipe
 from drot.core.checks import is_a, is_callable, path_exists
 from drot.core.errors import UserError

@@ -19,7 +19,7 @@ from drot.pipeline.invariance import ModelCheck
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import recover_layer
-from drot.pipeline.shard import as_saved, load_tensors, round_layer
+from drot.pipeline.saved_layer import as_saved, load_tensors, round_layer
 from drot.pipeline.training import own_r3, train
 from drot.rotation.objective import LayerObjective
 

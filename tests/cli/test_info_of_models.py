@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 import drot
 from drot.checkpoint.manifest import write_manifest
-from drot.checkpoint.opening import load_whole_config
+from drot.checkpoint.opening import load_outer_config
 from drot.checkpoint.stored_config import write_stored_form
 from drot.cli import app as cli
 from drot.config import Recipe
@@ -125,8 +125,8 @@ def test_a_checkpoint_of_drot_without_its_manifest(entry, tmp_path, capsys, monk
     write_stored_form(tmp_path / "config.json")
     line = refused(capsys, "info", str(tmp_path))
     assert f"{tmp_path} was pruned by drot, but its drot.json is missing: copy it again" in line
-    config = load_whole_config(str(tmp_path))
-    monkeypatch.setattr("drot.checkpoint.describe.load_whole_config", lambda name: config)
+    config = load_outer_config(str(tmp_path))
+    monkeypatch.setattr("drot.checkpoint.describe.load_outer_config", lambda name: config)
     monkeypatch.setattr("drot.checkpoint.source.model_folder", lambda name: tmp_path)
     assert "org/pruned was pruned by drot, but its drot.json is" in refused(capsys, "info", "org/pruned")
 

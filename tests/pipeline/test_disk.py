@@ -9,10 +9,10 @@ import pytest
 import torch
 from runs import TOKENS, interrupted, one_shot, prune
 from small_models import is_available, save_small_model, small_model
-from small_whole import WHOLE, save_small_whole
+from small_multimodal import MULTIMODAL_MODELS, save_small_multimodal
 
 import drot
-from drot.checkpoint.size import size_text, weight_file_bytes
+from drot.checkpoint.disk_space import size_text, weight_file_bytes
 from drot.checkpoint.source import header_bytes
 from drot.core.errors import UserError
 from drot.pipeline import prune as pipeline
@@ -77,11 +77,14 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "mode"),
-    [("qwen3_vl", "none"), *((name, "layer") for name, (text, _) in WHOLE.items() if is_available(text))],
+    [
+        ("qwen3_vl", "none"),
+        *((name, "layer") for name, (text, _) in MULTIMODAL_MODELS.items() if is_available(text)),
+    ],
 )
 def test_what_reads_images_counts_too(needs, tmp_path, model_type, mode):
     """In its own dtype, but for the linears that write images into the stream, which R1 rotates."""
-    source, out = save_small_whole(tmp_path / "source", model_type), tmp_path / "out"
+    source, out = save_small_multimodal(tmp_path / "source", model_type), tmp_path / "out"
     prune(source, recipe(mode), out=out, save_dtype="bfloat16")
     ((checkpoint, _, _),) = needs
     headers = sum(len(header_bytes(file)) for file in out.glob("*.safetensors"))

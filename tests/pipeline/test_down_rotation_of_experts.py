@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.convert import convert
-from drot.checkpoint.size import weight_file_bytes
+from drot.checkpoint.disk_space import weight_file_bytes
 from drot.config import resolve
 from drot.core.errors import UserError
 from drot.model.boundary import down_rotations, remove_down_rotation

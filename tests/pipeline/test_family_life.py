@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.disk_space import weight_file_bytes
 from drot.checkpoint.manifest import read_manifest
-from drot.checkpoint.size import weight_file_bytes
 from drot.checkpoint.tables import facts
 from drot.cli import app as cli
 from drot.model.decoder import DecoderModel

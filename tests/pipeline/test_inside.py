@@ -19,8 +19,8 @@ from small_models import INSIDE, random_tokens, relative_error, save_small_model
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.disk_space import weight_file_bytes
 from drot.checkpoint.rotations import open_rotations
-from drot.checkpoint.size import weight_file_bytes
 from drot.config import Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.disk_space import weight_file_bytes
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.quantization_config import drot_config_of_modules
-from drot.checkpoint.size import weight_file_bytes
 from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.evaluation.speed import measure_speed

@@ -28,7 +28,7 @@ from drot.checkpoint.source import (
     weight_files,
 )
 from drot.checkpoint.stored_config import restored, write_stored_form
-from drot.model.whole import StoredNames
+from drot.model.multimodal import StoredNames
 
 
 def kept_bytes(
@@ -50,7 +50,7 @@ def kept_bytes(
 
 
 @dataclass(frozen=True)
-class Whole:
+class MultimodalFolder:
     """The model in `folder` that reads images too, from which a language model was opened."""
 
     folder: Path
