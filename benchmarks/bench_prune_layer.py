@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import drot
 from drot.calibration.hessian import HessianAccumulator
+from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.manifest import Manifest
-from drot.checkpoint.size import size_text
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
 from drot.core.errors import quoted
 from drot.evaluation.timing import Timing

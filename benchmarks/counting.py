@@ -33,7 +33,7 @@ from drot.pipeline import distill, invariance, kept_weights, states, training, w
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
 from drot.pipeline.run import PruningRun
-from drot.pipeline.steps import BESIDE
+from drot.pipeline.steps import RUN_SUFFIX
 from drot.pipeline.work import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
 from drot.pruning import solve
 
@@ -334,7 +334,7 @@ class CountedFiles(RunState):
             kind = name.partition("_")[0]
             self.written[kind] += sum(tensor.nbytes for tensor in tensors.values())
             self.home += sum(tensor.nbytes for tensor in tensors.values() if tensor.is_meta)
-            if kind == "layer" and not name.endswith(BESIDE):
+            if kind == "layer" and not name.endswith(RUN_SUFFIX):
                 self._layers[name] = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
             elif kind in ("rotation", "layer"):
                 self._kept[name] = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items()}

@@ -23,9 +23,9 @@ from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
 from drot.model.families import FAMILIES as DECLARED
 from drot.model.layer import DecoderLayer
+from drot.model.multimodal import language_config
 from drot.model.rotation import Bases, LayerRotation, around_ones
 from drot.model.sizes import HeadShape
-from drot.model.whole import language_config
 
 #: mixtures of experts
 MIXTURES = [

@@ -19,7 +19,7 @@ from drot.model.inputs import RoutedInputs
 #: most bytes of the Hessians of a batch of experts; pruning the batch takes some ten times as many
 BATCH_BYTES = 1 << 28
 #: a number, or one for each matrix of a batch, fp64 [batch]
-Figure = float | Tensor
+Scalar = float | Tensor
 
 #: Device type → columns of a panel in `lower_panels`. A product with few columns leaves most of a large GPU
 #: idle: 2048 is an estimate from the tiles of 128 by 256 and the 132 multiprocessors of an H100.
@@ -116,7 +116,7 @@ def product_factor(x: Tensor, root: Tensor | None = None) -> Tensor:
     return (rows if root is None else rows * root).to(dtype)
 
 
-def energy(weight: Tensor, hessian: Tensor, ranks: Ranks = ALONE) -> Figure:
+def energy(weight: Tensor, hessian: Tensor, ranks: Ranks = ALONE) -> Scalar:
     """tr(W H Wᵀ) = ‖X Wᵀ‖² for H = XᵀX, without damping. The arguments are those of `energy_of_rows`.
 
     ranks: those that hold the other rows of W.
@@ -124,7 +124,7 @@ def energy(weight: Tensor, hessian: Tensor, ranks: Ranks = ALONE) -> Figure:
     return sum_of_rows(energy_of_rows(weight, hessian), ranks)
 
 
-def sum_of_rows(rows: Tensor, ranks: Ranks) -> Figure:
+def sum_of_rows(rows: Tensor, ranks: Ranks) -> Scalar:
     """The sum of a figure of each row, fp64 [..., out], over all ranks: a float, or [batch] for a batch."""
     total = rows.sum(-1)
     if not total.dim():
@@ -193,14 +193,14 @@ class HessianFactor:
     """
 
     hinv: Tensor
-    damping: Figure
+    damping: Scalar
     unit: Tensor
     dead_columns: Tensor
 
     @property
     def added(self) -> Tensor:
         """λ·unit [...], which was added to the diagonal of H."""
-        return self.unit * as_figure(self.damping, self.unit)
+        return self.unit * as_scalar(self.damping, self.unit)
 
     @property
     def inverse_diagonal(self) -> Tensor:
@@ -208,9 +208,9 @@ class HessianFactor:
         return torch.cat([self.hinv[..., panel].square().sum(-2) for panel, _ in panels], -1)
 
 
-def as_figure(figure: Figure, like: Tensor) -> Figure:
-    """A figure with which a tensor can be multiplied."""
-    return figure.to(like) if isinstance(figure, Tensor) else figure
+def as_scalar(scalar: Scalar, like: Tensor) -> Scalar:
+    """A scalar with which a tensor can be multiplied."""
+    return scalar.to(like) if isinstance(scalar, Tensor) else scalar
 
 
 def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ranks = ALONE) -> HessianFactor:

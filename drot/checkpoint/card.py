@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.integrity import CONFIG_FILE
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
-from drot.checkpoint.opening import whole_type
-from drot.checkpoint.source import CONFIG
+from drot.checkpoint.opening import multimodal_type
 from drot.checkpoint.tables import distinct_figures, finetune_line, measured, short_source, short_task
 from drot.core.errors import quoted
 from drot.core.files import new_file
@@ -47,7 +47,9 @@ def save_card(folder: Path, manifest: CheckpointManifest, name: str = "", tags: 
     file = folder / CARD
     try:
         before = read_card(file) if file.exists() else ""
-        images = (folder / CONFIG).exists() and whole_type(folder) is not None  # an adapter has no config
+        images = (folder / CONFIG_FILE).exists() and multimodal_type(
+            folder
+        ) is not None  # an adapter has no config
         text = card(manifest, name or folder.resolve().name, before, tags, images=images)
     except Exception as error:  # huggingface_hub and PyYAML raise many classes for metadata of others
         if not file.exists():

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transformers
+from drot.checkpoint.opening import NO_MODEL, load_outer_config, silent_transformers
 from drot.checkpoint.quantization_config import (
     QUANT_METHOD,
     quantised_by,
@@ -16,8 +16,8 @@ from drot.config.recipe_file import MANIFEST
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES, declared
 from drot.model.family import by_module
-from drot.model.unknown import compare
-from drot.model.whole import language_config
+from drot.model.multimodal import language_config
+from drot.model.unknown import nearest_family
 
 
 def describe_model(name: str) -> dict[str, Any]:
@@ -29,15 +29,15 @@ def describe_model(name: str) -> dict[str, Any]:
     rotations: the names of those that it takes. fused: module → its slices.
     quantised, readable: the method, of a model that is quantised, and whether drot makes its weights dense.
     text_model: the type of the language model in a model that reads more than text; its family counts.
-    comparison: of an unknown family, the `Comparison` with the nearest known one; None if transformers has no
-        causal language model of the type.
+    comparison: of an unknown family, the `NearestFamily`; None if transformers has no causal language model
+        of the type.
     """
-    whole = load_whole_config(name)
-    config = language_config(whole)
+    outer = load_outer_config(name)
+    config = language_config(outer)
     if quantization_config_of(config).get("quant_method") == QUANT_METHOD:
         raise UserError(f"{name} was pruned by drot, but its {MANIFEST} is missing: copy it again")
-    found: dict[str, Any] = {"model_type": whole.model_type, "supported": config.model_type in FAMILIES}
-    if (text := whole.get_text_config()) is not whole:
+    found: dict[str, Any] = {"model_type": outer.model_type, "supported": config.model_type in FAMILIES}
+    if (text := outer.get_text_config()) is not outer:
         found["text_model"] = text.model_type
     if method := quantised_by(config):
         found |= {"quantised": method, "readable": reads_quantised(config)}
@@ -48,7 +48,7 @@ def describe_model(name: str) -> dict[str, Any]:
         modules = by_module(family.linears)
         found["fused"] = {one[0].path: [spec.name for spec in one] for one in modules if len(one) > 1}
         return found
-    found["comparison"] = _comparison(name, config if config is not whole else text)
+    found["comparison"] = _comparison(name, config if config is not outer else text)
     return found
 
 
@@ -60,4 +60,4 @@ def _comparison(name: str, config: Any) -> dict[str, Any] | None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except UserError:
         return None
-    return asdict(compare(model))
+    return asdict(nearest_family(model))

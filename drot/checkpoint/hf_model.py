@@ -33,7 +33,7 @@ from drot.checkpoint.quantization_config import (
     QUANT_METHOD,
     STORED_DTYPES,
     DrotConfig,
-    describe,
+    drot_config_of_modules,
     expect_stored,
     format_of,
 )
@@ -47,8 +47,8 @@ from drot.model.boundary import ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.experts import ReplacedExperts
 from drot.model.mixins import Mixin, mix
+from drot.model.multimodal import MULTIMODAL, experts_in_files, language_config, stored_names
 from drot.model.stored import follow_files
-from drot.model.whole import WHOLE_MODELS, experts_in_files, language_config, stored_names
 from drot.sparse.fused import fuse
 from drot.sparse.linear import NOT_TRAINABLE, compresses, is_packed, packed_weights
 from drot.sparse.packed import check_packed, compress_model, unpack_model
@@ -176,7 +176,7 @@ def as_drot_model(model: Any) -> None:
 
 def _describe_in_config(model: Any) -> DrotConfig | None:
     """Sets or removes the `quantization_config` of a model, and returns it."""
-    entry, quantizer = describe(model), getattr(model, "hf_quantizer", None)
+    entry, quantizer = drot_config_of_modules(model), getattr(model, "hf_quantizer", None)
     if entry is not None:
         model.config.quantization_config = entry
         if quantizer is not None:
@@ -240,7 +240,7 @@ def _upload(
 
 def _language_model(model: Any) -> Any:
     """The language model of a model that reads images too, with the same modules; another model as it is."""
-    if model.config.model_type not in WHOLE_MODELS:
+    if model.config.model_type not in MULTIMODAL:
         return model
     with torch.device("meta"):
         text: Any = AutoModelForCausalLM.from_config(language_config(model.config), dtype=model.dtype)
@@ -266,7 +266,7 @@ class DrotQuantizer(HfQuantizer):
     #: the tensors that the caller of `save_pretrained` gave; None saves those of the model
     state_dict_to_save: dict[str, Any] | None = None
     #: whether the model reads images too
-    whole = False
+    multimodal = False
     #: whether experts of the model are packed or hold R3, so that they count their tokens
     counts_tokens = False
 
@@ -276,24 +276,24 @@ class DrotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        self.whole = model.config.model_type in WHOLE_MODELS
-        if not hasattr(model, "lm_head" if self.whole else model.base_model_prefix):
+        self.multimodal = model.config.model_type in MULTIMODAL
+        if not hasattr(model, "lm_head" if self.multimodal else model.base_model_prefix):
             raise UserError(
                 f"a checkpoint that drot wrote must be opened with its language model head, "
                 f"got {type(model).__name__}: use "
-                + ("AutoModelForImageTextToText" if self.whole else "AutoModelForCausalLM")
+                + ("AutoModelForImageTextToText" if self.multimodal else "AutoModelForCausalLM")
             )
         text = _language_model(model)
         expect_stored(text, self.quantization_config)
         if checkpoint_files is not None:  # None if the caller gave a state dict
             headers = read_headers(checkpoint_files)
-            if not self.whole and any("language_model." in name for name in headers):
+            if not self.multimodal and any("language_model." in name for name in headers):
                 raise UserError(
                     f"a checkpoint of a model that reads images too cannot be opened as "
                     f"{type(model).__name__}: use AutoModelForImageTextToText, or drot.load for its language "
                     "model alone"
                 )
-            if self.whole:
+            if self.multimodal:
                 names = stored_names(headers, text.config.model_type)
                 headers = {own: each for name, each in headers.items() if (own := names.own(name))}
             follow_files(text, shapes_of(headers), experts_in_files(model.config.model_type))
@@ -316,13 +316,13 @@ class DrotQuantizer(HfQuantizer):
             fuse(text)
         if compresses():
             compress_model(text)  # has no effect on a CPU, until the model moves to a GPU
-        if not self.whole:
+        if not self.multimodal:
             as_drot_model(model)
             keep_files(model, model.name_or_path)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        if self.whole:
+        if self.multimodal:
             raise UserError("drot saves no loaded model that reads images too: copy its folder")
         return True
 

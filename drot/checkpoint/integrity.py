@@ -18,13 +18,13 @@ from drot.core.reading import Entries, check_schema, read_json
 
 #: what is wrong with a file that drot has not written, and that a model is loaded from
 EXTRA = "is extra"
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 #: the command that records the files of a folder as they are
 RECORD_ANEW = "drot info {} --accept"
 #: what `drot report` writes into the folder unless it is told another file; no hash of it is recorded
 REPORT = "report.html"
 #: the files from which transformers loads the weights of a folder
-WEIGHTS = re.compile(r"(adapter_)?model[^/]*\.safetensors(\.index\.json)?")
+LOADED_WEIGHTS = re.compile(r"(adapter_)?model[^/]*\.safetensors(\.index\.json)?")
 
 
 def _stays_inside(name: str) -> str:
@@ -77,7 +77,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.as_posix() for path in paths - hidden} - {REPORT}
 
 
-def compare(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
+def differing_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
     """File → what is wrong with it, for each of `files` that is damaged, and for weights not among them."""
     found = in_threads(lambda name: damage(folder / name, files[name]), sorted(files))
     problems = {name: problem for name, problem in found.items() if problem is not None}
@@ -86,13 +86,13 @@ def compare(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
 
 def is_loaded(name: str) -> bool:
     """Whether a model is made from the file `name` of its folder: from its weights and its config."""
-    return name == CONFIG or WEIGHTS.fullmatch(name) is not None
+    return name == CONFIG_FILE or LOADED_WEIGHTS.fullmatch(name) is not None
 
 
-def check_config(folder: Path) -> None:
+def check_config_file(folder: Path) -> None:
     """Raises UserError if config.json is not the file that the manifest of a checkpoint describes."""
-    if (record := recorded_files(folder).get(CONFIG)) is not None:
-        check_file(folder / CONFIG, record)
+    if (record := recorded_files(folder).get(CONFIG_FILE)) is not None:
+        check_file(folder / CONFIG_FILE, record)
 
 
 def check_file(file: Path, record: FileRecord) -> None:

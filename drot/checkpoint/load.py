@@ -14,12 +14,12 @@ from drot.checkpoint.opening import (
     checked_headers,
     drop_prediction_layers,
     load_config,
+    multimodal_type,
     names_in_files,
     refuse_missing,
     refuse_not_finite,
     refuse_superfluous,
     silent_transformers,
-    whole_type,
 )
 from drot.checkpoint.quantised import dense_headers, is_quantised
 from drot.checkpoint.source import (
@@ -113,7 +113,7 @@ def load_model(
 
     folder, gguf = model_folder(path, weights=True), gguf_file(path)
     quantised = config.model_type in FAMILIES and gguf is None and is_quantised(folder)
-    if quantised or (gguf is None and whole_type(folder) is not None):
+    if quantised or (gguf is None and multimodal_type(folder) is not None):
         model = load_by_layers(path, dtype, verify=verify)
         keep_files(model, folder)
         return model

@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from drot.checkpoint.integrity import CONFIG, WEIGHTS, Files, folder_records
+from drot.checkpoint.integrity import CONFIG_FILE, LOADED_WEIGHTS, Files, folder_records
 from drot.checkpoint.records import (
     DistillationRecord,
     EvaluationRecord,
     FinetuneRecord,
-    GivenRotations,
     LayerRecord,
     Machine,
     MemoryPeak,
     PlaceOfStates,
+    RotationsFileRecord,
     Seconds,
     Share,
     SharedRotationRecord,
@@ -123,7 +123,7 @@ class Manifest(CheckpointManifest):
     layers: Annotated[list[LayerRecord], Field(min_length=1)]
     shared_rotation: SharedRotationRecord | None
     rotations_left_out: list[Literal["r1", "r2", "r3"]] = Field(default_factory=list)
-    rotations_file: GivenRotations | None
+    rotations_file: RotationsFileRecord | None
     untied_lm_head: bool
     relative_logit_error: float | None
     versions: Versions
@@ -249,7 +249,7 @@ def accept_files(folder: Path | str) -> CheckpointManifest:
         before, manifest.files = manifest.files, folder_records(folder)
         differing = {name for name, record in manifest.files.items() if before.get(name) != record}
         differing |= before.keys() - manifest.files.keys()
-        of_model = sorted(name for name in differing if name == CONFIG or WEIGHTS.fullmatch(name))
+        of_model = sorted(name for name in differing if name == CONFIG_FILE or LOADED_WEIGHTS.fullmatch(name))
         if of_model and manifest.evaluations:
             logger.warning("%s changed: the evaluations in drot.json were dropped", ", ".join(of_model))
             manifest.evaluations = []

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drot.checkpoint.integrity import verified_while_loading
+from drot.checkpoint.integrity import CONFIG_FILE, verified_while_loading
+from drot.checkpoint.multimodal import MultimodalFolder
 from drot.checkpoint.opening import (
     NO_MODEL,
     checked_headers,
     drop_prediction_layers,
     load_config,
+    multimodal_type,
     names_in_files,
     refuse_missing,
     refuse_not_finite,
     refuse_superfluous,
     silent_transformers,
-    whole_type,
 )
 from drot.checkpoint.pieces import PieceReader
 from drot.checkpoint.quantised import Quantised
@@ -33,7 +34,6 @@ from drot.checkpoint.quantization_config import (
     refuse_quantised,
 )
 from drot.checkpoint.source import (
-    CONFIG,
     DENSE_DTYPES,
     Header,
     check_headers,
@@ -42,7 +42,6 @@ from drot.checkpoint.source import (
     shapes_of,
     stored_state,
 )
-from drot.checkpoint.whole import Whole
 from drot.core.errors import UserError
 from drot.core.hashes import Ends, ends_of
 from drot.machine.devices import parse_dtype
@@ -53,8 +52,8 @@ from drot.model.dtypes import stored_dtype
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import module_at
+from drot.model.multimodal import WRITERS, experts_in_files, prepare
 from drot.model.stored import follow_files, stored_tensors
-from drot.model.whole import WRITERS, experts_in_files, prepare
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_weights
 from drot.sparse.packed import check_packed_tensors
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
 #: a model whose weights, times this, exceed the free memory: the C library then keeps nothing that was freed
 FEW_TIMES = 4
 #: the dtypes in safetensors files that drot reads
-DTYPES = DENSE_DTYPES | {"U8": torch.uint8}  # the positions of packed weights
+FILE_DTYPES = DENSE_DTYPES | {"U8": torch.uint8}  # the positions of packed weights
 
 
 class DiskWeights:
@@ -121,7 +120,7 @@ class DiskWeights:
             header = self._headers.get(self._name(name))
             if header is None or isinstance(header, Quantised):
                 continue
-            stored = DTYPES[header.dtype]
+            stored = FILE_DTYPES[header.dtype]
             if stored.itemsize < parameter.dtype.itemsize:
                 parameter.data = parameter.data.to(stored)
 
@@ -167,7 +166,7 @@ class DiskWeights:
         if isinstance(header, Quantised):
             header.read(self._reader, target, first)
         else:
-            dtype = DTYPES[header.dtype]
+            dtype = FILE_DTYPES[header.dtype]
             self._reader.read(target, header.file, header.start + first * dtype.itemsize, dtype)
 
 
@@ -203,7 +202,7 @@ def open_skeleton(
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
             _keep_in_fp32(model, chosen)
-            follow_files(model, shapes_of(headers), experts_in_files(whole_type(folder)))
+            follow_files(model, shapes_of(headers), experts_in_files(multimodal_type(folder)))
             if (held := drot_config_of(config)) is not None:
                 expect_stored(model, held)
                 check_headers(model, headers, STORED_DTYPES)
@@ -215,7 +214,7 @@ def open_skeleton(
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             except OSError:  # there is no such file
                 model.generation_config = GenerationConfig.from_pretrained(
-                    folder, config_file_name=CONFIG, _from_model_config=True
+                    folder, config_file_name=CONFIG_FILE, _from_model_config=True
                 )
             _compute_buffers(model)
     weights = _weights_of(path, model, headers, folder)
@@ -240,7 +239,7 @@ def _weights_of(path: str | Path, model: Any, headers: Mapping[str, Header], fol
             return name.removeprefix(prefix) if without_prefix else name
 
         return DiskWeights(path, headers, stored)
-    model.drot_whole = Whole(folder, names)
+    model.drot_multimodal = MultimodalFolder(folder, names)
     prepare(model, names, family_of(model.config).layers, shapes_of(headers))
     return DiskWeights(path, {names.stored(name): each for name, each in headers.items()}, names.stored)
 
@@ -263,7 +262,7 @@ def load_by_layers(path: str | Path, dtype: str | torch.dtype, *, verify: bool) 
     if tied:
         decoder.head.weight = decoder.embedding.weight
     # a model of text alone from here on
-    for name in ("drot_whole", "stored_layers", EXPERTS_IN_FILES, WRITERS):
+    for name in ("drot_multimodal", "stored_layers", EXPERTS_IN_FILES, WRITERS):
         if hasattr(model, name):
             delattr(model, name)
     if is_packed(model):

@@ -32,9 +32,9 @@ from drot.core.errors import UserError, quoted
 from drot.core.reading import leaves
 from drot.machine.finite import is_finite
 from drot.model.families import FAMILIES
+from drot.model.multimodal import MULTIMODAL, StoredNames, experts_in_files, language_config, stored_names
 from drot.model.schema import MOST_LAYERS
 from drot.model.stored import follow_files
-from drot.model.whole import WHOLE_MODELS, StoredNames, experts_in_files, language_config, stored_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,13 +51,13 @@ def load_config(path: str | Path) -> Any:
     Of a model that reads images too, and whose language model drot prunes, it is that of the language model.
     Of a model that drot makes dense while it reads it, it is that of the dense model.
     """
-    config = language_config(load_whole_config(path))
+    config = language_config(load_outer_config(path))
     if reads_quantised(config):
         del config.quantization_config
     return config
 
 
-def load_whole_config(path: str | Path) -> Any:
+def load_outer_config(path: str | Path) -> Any:
     """The config of the model at `path`, also of one that reads images too. Raises as `load_config`."""
     is_a("model", path, str, Path)
     from transformers import AutoConfig, PreTrainedConfig
@@ -112,21 +112,21 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
         if config.model_type in FAMILIES and not quantization_config_of(config):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            follow_files(empty, shapes_of(headers), experts_in_files(whole_type(folder)))
+            follow_files(empty, shapes_of(headers), experts_in_files(multimodal_type(folder)))
             check_headers(empty, headers)
             refuse_superfluous(path, empty, headers.keys() - stored_state(empty).keys())
     return headers
 
 
-def whole_type(folder: Path) -> str | None:
+def multimodal_type(folder: Path) -> str | None:
     """The type of the model in `folder` if it reads images too and drot prunes its language model."""
     model_type = restored(read_config(folder))["model_type"]
-    return model_type if model_type in WHOLE_MODELS else None
+    return model_type if model_type in MULTIMODAL else None
 
 
-def refuse_whole(path: str | Path, instead: str) -> None:
+def refuse_multimodal(path: str | Path, instead: str) -> None:
     """Raises UserError for a model that reads images too. instead: what the user can do."""
-    if gguf_file(path) is None and whole_type(model_folder(path)) is not None:
+    if gguf_file(path) is None and multimodal_type(model_folder(path)) is not None:
         raise UserError(
             f"{path} is a model that reads images too, which drot prunes and evaluates: {instead}"
         )
@@ -137,7 +137,7 @@ def names_in_files(folder: Path, model_type: str) -> StoredNames | None:
 
     model_type: of the language model. Raises UserError as `stored_names`.
     """
-    if whole_type(folder) is None or model_type not in FAMILIES:
+    if multimodal_type(folder) is None or model_type not in FAMILIES:
         return None
     return stored_names(read_headers(weight_files(folder)), model_type)
 

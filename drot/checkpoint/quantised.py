@@ -20,8 +20,9 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from drot.checkpoint.integrity import CONFIG_FILE
 from drot.checkpoint.pieces import PieceReader
-from drot.checkpoint.source import CONFIG, DENSE_DTYPES, Header, read_config
+from drot.checkpoint.source import DENSE_DTYPES, Header, read_config
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
 
@@ -30,7 +31,7 @@ COMPRESSED = ("float-quantized", "naive-quantized")
 #: the ends of the names of scales in FP8; each is a factor, also where the name says inverse
 OF_FP8 = ("_scale_inv", "_scale")
 #: the ends of the names of scales of what is no weight: activations, and keys and values in a cache
-BESIDE = (
+IGNORED_ENDINGS = (
     "activation_scale",
     "input_scale",
     "output_scale",
@@ -57,13 +58,13 @@ class WeightsOfGroup(BaseModel):
     block_structure: Block | None = None
 
 
-class Group(BaseModel):
+class WeightGroup(BaseModel):
     """A group of linears of compressed-tensors."""
 
     weights: WeightsOfGroup | None = None
 
 
-class Keys(BaseModel):
+class QuantisedKeys(BaseModel):
     """What drot reads of the `quantization_config` of such a model.
 
     weight_block_size: the rows and columns that share a scale, of `quant_method: fp8`; transformers takes the
@@ -72,7 +73,7 @@ class Keys(BaseModel):
     """
 
     weight_block_size: Block | None = (128, 128)
-    config_groups: dict[str, Group] = Field(default_factory=dict)
+    config_groups: dict[str, WeightGroup] = Field(default_factory=dict)
     transform_config: dict[str, Any] | None = None
 
     def block(self, where: str) -> tuple[int, int] | None:
@@ -236,9 +237,9 @@ def dense_headers(headers: dict[str, Header], folder: Path) -> dict[str, Header]
     entry = entry_of(read_config(folder))
     if not is_readable(entry):
         return headers
-    where = f"{folder / CONFIG}: quantization_config"
-    block = check_schema(Keys, entry, where).block(where)
-    found = {name: header for name, header in headers.items() if not name.endswith(BESIDE)}
+    where = f"{folder / CONFIG_FILE}: quantization_config"
+    block = check_schema(QuantisedKeys, entry, where).block(where)
+    found = {name: header for name, header in headers.items() if not name.endswith(IGNORED_ENDINGS)}
     for name, header in headers.items():
         own = name.removesuffix(NUMBERS)
         if header.dtype.startswith("F8_") and header.dtype not in POWERS:
@@ -302,5 +303,5 @@ def _mxfp4(name: str, numbers: Header, scales: Header) -> Mxfp4:
 def _misfit(name: str, numbers: Header, scales: Header, how: str) -> str:
     return (
         f"{name} has numbers {numbers.shape} and {scales.dtype} scales {scales.shape}, which must be {how}: "
-        f"{CONFIG} is of another model, or the files are; copy the model again"
+        f"{CONFIG_FILE} is of another model, or the files are; copy the model again"
     )

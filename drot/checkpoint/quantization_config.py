@@ -37,7 +37,7 @@ NAME_THE_ORIGINAL = "name the model that it was made from, in 16 or 32 bits"
 NAME_ITS_FILES = "name its folder, or its name on the hub, from which drot reads dense weights"
 
 
-class Keys(BaseModel):
+class DrotKeys(BaseModel):
     """The keys of a `quantization_config` whose `quant_method` is drot.
 
     boundary: what the rotations between the layers act on (drot/model/boundary.py). Without rotations, the
@@ -61,7 +61,7 @@ class Keys(BaseModel):
 
 
 class DrotConfig(QuantizationConfigMixin):
-    """`quantization_config` of a model that needs drot. Its attributes are those of `Keys`.
+    """`quantization_config` of a model that needs drot. Its attributes are those of `DrotKeys`.
 
     Raises UserError for any other key or value, because a later version of drot may have written it.
     """
@@ -73,7 +73,7 @@ class DrotConfig(QuantizationConfigMixin):
     dense_linears: list[str]
 
     def __init__(self, **keys: Any) -> None:
-        self.__dict__.update(check_schema(Keys, keys, "config.json: quantization_config"))
+        self.__dict__.update(check_schema(DrotKeys, keys, "config.json: quantization_config"))
         if self.dense_linears and not self.packed:
             raise UserError(
                 "config.json: dense_linears needs packed: true; got packed: false: copy the file again"
@@ -85,7 +85,7 @@ class DrotConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of the file."""
-        given = {key: getattr(self, key) for key in Keys.model_fields}
+        given = {key: getattr(self, key) for key in DrotKeys.model_fields}
         return {key: value for key, value in given.items() if value}
 
 
@@ -139,7 +139,7 @@ def expect_stored(model: "PreTrainedModel", held: DrotConfig) -> None:
         expect_packed(model, held.dense_linears)
 
 
-def describe(model: "PreTrainedModel") -> DrotConfig | None:
+def drot_config_of_modules(model: "PreTrainedModel") -> DrotConfig | None:
     """The `quantization_config` for the modules that `model` has now; None if it opens without drot."""
     layers = DecoderModel(model).layers
     r3 = down_rotations(layers[0].module)
@@ -160,7 +160,7 @@ def describe(model: "PreTrainedModel") -> DrotConfig | None:
 
 def format_of(model: "PreTrainedModel") -> tuple[WeightFormat, bool]:
     """The manifest's entries `format` and `stock_architecture`: whether the model opens without drot."""
-    return "packed" if is_packed(model) else "dense", describe(model) is None
+    return "packed" if is_packed(model) else "dense", drot_config_of_modules(model) is None
 
 
 def dense_linears_of(path: Path | str, config: Any) -> list[str]:

@@ -179,7 +179,7 @@ class LayerRecord(Entries):
     seconds: float
 
 
-class GivenRotations(Entries):
+class RotationsFileRecord(Entries):
     """The file of rotations that a run used. trained_with: the record in that file."""
 
     file: str

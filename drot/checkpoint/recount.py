@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from drot.checkpoint.integrity import WEIGHTS
+from drot.checkpoint.integrity import LOADED_WEIGHTS
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
 from drot.checkpoint.shards import shard_bytes, shard_names
 from drot.checkpoint.source import read_headers, shapes_of, weight_files
@@ -35,7 +35,7 @@ def recount(folder: Path, model: Any, manifest: CheckpointManifest, before: Chec
     manifest: its `files` are those in `folder`.
     before: the manifest with which the model was loaded.
     """
-    old, new = ({n: r for n, r in m.files.items() if WEIGHTS.fullmatch(n)} for m in (before, manifest))
+    old, new = ({n: r for n, r in m.files.items() if LOADED_WEIGHTS.fullmatch(n)} for m in (before, manifest))
     if old == new or _same_in_shards(folder, family_of(model.config), old):
         return
     follow_files(

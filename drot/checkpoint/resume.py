@@ -30,16 +30,17 @@ logger = logging.getLogger("drot")
 IDENTITY = "run.json"
 #: the text that the model wrote for the calibration, in that folder and in the checkpoint
 OWN_TEXT = "own_text.jsonl"
-#: part -> its entry (`Part`)
+#: part -> its entry (`PartEntry`)
 JOURNAL = "parts.json"
-LAYER = "layer_"
+#: the beginning of the names of the parts of layers
+LAYER_PART = "layer_"
 #: the part with the record of a training of all layers, and the beginning of the names of its layers
 DISTILLED = "distilled"
 #: files that are hashed at the same time: rank 0 saves the rotations together that all ranks have trained
 HASHERS = 4
 
 
-class Part(FileRecord):
+class PartEntry(FileRecord):
     """The entry of a part in the journal, with the hash and the size of its file.
 
     machine: that computed it; None if that is not known. record: what the part holds beside tensors, as JSON.
@@ -49,7 +50,7 @@ class Part(FileRecord):
     record: Json[Any]
 
 
-class Journal(RootModel[dict[str, Part]]):
+class Journal(RootModel[dict[str, PartEntry]]):
     """The content of parts.json without its digest."""
 
 
@@ -92,7 +93,7 @@ def _check_same_run(folder: Path, before: dict[str, Any], now: dict[str, Any]) -
 def finished_layers(out: Path) -> int:
     """How many layers of the unfinished run that writes to `out` are finished."""
     parts = read_parts(partial_folder(out)) or {}
-    return sum(part.removeprefix(LAYER).isdigit() for part in parts)
+    return sum(part.removeprefix(LAYER_PART).isdigit() for part in parts)
 
 
 def _read_identity(folder: Path) -> dict[str, Any] | None:
@@ -441,4 +442,4 @@ def _depends(part: str, earlier: str) -> bool:
         return part == DISTILLED and earlier != DISTILLED
     if part.startswith(DISTILLED):
         return True
-    return part.startswith(LAYER) and (not earlier.startswith(LAYER) or earlier < part)
+    return part.startswith(LAYER_PART) and (not earlier.startswith(LAYER_PART) or earlier < part)

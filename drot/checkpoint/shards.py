@@ -14,7 +14,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from drot.checkpoint.whole import Whole
+from drot.checkpoint.multimodal import MultimodalFolder
 from drot.core.hashes import FileRecord, file_record
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
@@ -65,7 +65,7 @@ def save_in_shards(
     """Writes what `save_pretrained` writes to `folder`, with a shard for each layer and a last for the rest.
 
     The rest is the embedding, the last norm and the head; of a model that reads images too, all else as well
-    (`Whole`).
+    (`MultimodalFolder`).
 
     written: the shards of all layers with their hashes, which are in `folder` or get a second name there.
 
@@ -84,9 +84,9 @@ def save_in_shards(
     rest = {decoder.family.in_files(name): each for name, each in rest.items()}
     assert in_last <= rest.keys(), "transformers saved other tensors than those that it was given"
     in_rest = {name: (rest[name].numel(), rest[name].nbytes) for name in in_last}
-    whole: Whole | None = getattr(model, "drot_whole", None)
-    if whole is not None:
-        in_rest = whole.complete(folder, last, model.config)
+    multimodal: MultimodalFolder | None = getattr(model, "drot_multimodal", None)
+    if multimodal is not None:
+        in_rest = multimodal.complete(folder, last, model.config)
     weight_map |= dict.fromkeys(in_rest, last.name)
     # after save_pretrained, which deletes shards that it finds
     for file, name in zip(written, names, strict=True):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from drot.checkpoint.integrity import CONFIG_FILE
 from drot.config.recipe_file import MANIFEST
 from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
@@ -25,11 +26,10 @@ from drot.core.reading import check_regular, check_schema, read_json
 from drot.model.families import FAMILIES
 from drot.model.schema import ModelConfig, RopeOfModel, WeightIndex
 
-CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 GGUF = ".gguf"
-INDEX = WEIGHTS + ".index.json"
+INDEX = WEIGHTS_FILE + ".index.json"
 #: files of weights that Python opens by running what they hold
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 #: what is fetched from the hub before the weights: the config and the tokenizer
@@ -40,7 +40,7 @@ READ_BY_TRANSFORMERS = re.compile(
 )
 LARGEST_SMALL_FILE = 2**30
 #: part of a tensor's name that holds the number of its decoder layer
-LAYER = re.compile(r"(?:layers|transformer\.h)\.(\d{1,9})\.")
+LAYER_NUMBER = re.compile(r"(?:layers|transformer\.h)\.(\d{1,9})\.")
 #: the entries of a config with the number of layers for multi-token prediction; the first counts those behind
 #: the decoder layers
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -103,7 +103,7 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
             found = Path(snapshot_download(model, allow_patterns=SMALL_FILES))
             if weights:  # of the same revision, which is the name of the folder
                 index = found / INDEX
-                names = [WEIGHTS] if not index.exists() else _files_of(index)
+                names = [WEIGHTS_FILE] if not index.exists() else _files_of(index)
                 found = Path(snapshot_download(model, revision=found.name, allow_patterns=names))
         except RepositoryNotFoundError:
             raise UserError(
@@ -152,9 +152,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises UserError if the file is missing or faulty, and if it would make transformers run code or read
     files from outside of the folder.
     """
-    file = folder / CONFIG
+    file = folder / CONFIG_FILE
     if not file.exists():
-        raise UserError(f"{folder} holds no {CONFIG}{_instead(folder)}")
+        raise UserError(f"{folder} holds no {CONFIG_FILE}{_instead(folder)}")
     config = read_json(file)
     check_schema(ModelConfig, config, str(file))
     # Qwen2 has an entry that says whether the window counts
@@ -182,8 +182,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     # in a checkpoint that drot wrote, the entry names no file, so that no other program opens it
     if (named := config.get("transformers_weights")) is not None and config["model_type"] != "drot":
         raise UserError(
-            f"{file}: transformers_weights is {shortened(named)}; drot reads weights only from {WEIGHTS} "
-            f"or the files of {INDEX}: rename the file and remove the entry"
+            f"{file}: transformers_weights is {shortened(named)}; drot reads weights only from "
+            f"{WEIGHTS_FILE} or the files of {INDEX}: rename the file and remove the entry"
         )
     if (folder / ADAPTER).exists():
         raise UserError(
@@ -224,21 +224,21 @@ def weight_files(folder: Path) -> list[Path]:
     Raises UserError if there are none, if one is missing, and if one lies outside of the folder: by its name
     in the index, or by a link. A link into the cache of the hub is allowed in a folder of that cache.
     """
-    if (folder / WEIGHTS).exists():
-        names = [WEIGHTS]
+    if (folder / WEIGHTS_FILE).exists():
+        names = [WEIGHTS_FILE]
     elif (folder / INDEX).exists():
         names = _files_of(folder / INDEX)
     elif files := sorted(folder.glob(f"*{GGUF}")):
-        raise UserError(f"{folder} holds no {WEIGHTS}{_how_to_name(files[0])}")
+        raise UserError(f"{folder} holds no {WEIGHTS_FILE}{_how_to_name(files[0])}")
     elif pickles := sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
         raise UserError(
-            f"{folder} holds no {WEIGHTS}, but {pickles[0]}, a pickle, which can run code when it is opened: "
-            "drot does not open it; save the model with safetensors"
+            f"{folder} holds no {WEIGHTS_FILE}, but {pickles[0]}, a pickle, which can run code when it is "
+            "opened: drot does not open it; save the model with safetensors"
         )
     else:
         raise UserError(
-            f"{folder} holds no {WEIGHTS} and no {INDEX}: name a folder or a model on the hub with weights "
-            "in safetensors"
+            f"{folder} holds no {WEIGHTS_FILE} and no {INDEX}: name a folder or a model on the hub with "
+            "weights in safetensors"
         )
     allowed = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
@@ -329,7 +329,9 @@ def prediction_layers(config: Any, names: Iterable[str]) -> set[str]:
     if not isinstance(first, int) or not isinstance(count, int):
         return beside
     behind = range(first, first + count)
-    return beside | {name for name in names if (match := LAYER.search(name)) and int(match[1]) in behind}
+    return beside | {
+        name for name in names if (match := LAYER_NUMBER.search(name)) and int(match[1]) in behind
+    }
 
 
 def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:
@@ -342,12 +344,12 @@ def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(layers, int):
         return
-    numbers = [int(match[1]) for name in headers if (match := LAYER.search(name))]
+    numbers = [int(match[1]) for name in headers if (match := LAYER_NUMBER.search(name))]
     held = max(numbers, default=-1) + 1
     if layers > len(headers) or (config.model_type in FAMILIES and layers != held):
         raise UserError(
-            f"{folder}: num_hidden_layers of {CONFIG} is {layers}, but the weights hold {held} layers: "
-            f"{CONFIG} was edited or is of another model; copy it again"
+            f"{folder}: num_hidden_layers of {CONFIG_FILE} is {layers}, but the weights hold {held} layers: "
+            f"{CONFIG_FILE} was edited or is of another model; copy it again"
         )
 
 

@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES
-from drot.model.whole import UNREGISTERED, WHOLE_MODELS, register
+from drot.model.multimodal import MULTIMODAL, UNREGISTERED, register
 
 MODEL_TYPE = "drot"
 #: key of the family's `model_type`, such as `llama`
@@ -68,15 +68,15 @@ def restored(stored: dict[str, Any]) -> dict[str, Any]:
     if stored["model_type"] != MODEL_TYPE:
         return stored
     family = stored.get(BASE_MODEL_TYPE)
-    if not isinstance(family, str) or family not in FAMILIES | WHOLE_MODELS:
+    if not isinstance(family, str) or family not in FAMILIES | MULTIMODAL:
         raise UserError(
-            f"config.json: {BASE_MODEL_TYPE} must be one of {', '.join(FAMILIES | WHOLE_MODELS)}, got "
+            f"config.json: {BASE_MODEL_TYPE} must be one of {', '.join(FAMILIES | MULTIMODAL)}, got "
             f"{family!r}: copy config.json again, or update drot"
         )
     from transformers.models.auto import modeling_auto as auto
 
     names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if family in WHOLE_MODELS:
+    if family in MULTIMODAL:
         names = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     entries = {k: v for k, v in stored.items() if k not in STORED and k != BASE_MODEL_TYPE}
     return entries | {"model_type": family, "architectures": [(names | UNREGISTERED)[family]]}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from drot.checkpoint.integrity import compare, files_in, recorded_files
+from drot.checkpoint.integrity import differing_files, files_in, recorded_files
 from drot.checkpoint.manifest import MANIFEST, read_any_manifest
 from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal, read_parts
 from drot.core.hashes import DIGEST, FileRecord, digest_fits
@@ -61,7 +61,7 @@ def _verification(
     folder: Path, files: dict[str, FileRecord], damaged: dict[str, str], own: list[str], *, unfinished: bool
 ) -> Verification:
     """own: the files that hold the hashes. damaged: what is wrong with those."""
-    damaged = damaged | compare(folder, files)
+    damaged = damaged | differing_files(folder, files)
     known = {*files, *own}
     unknown = files_in(folder) - known - set(damaged)
     return Verification(sorted(known), damaged, sorted(unknown), unfinished)

@@ -27,7 +27,7 @@ app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="r
 add_commands(app)
 
 #: commands that several ranks share
-SHARED = ("prune", "finetune", "run")
+RUNS_ON_RANKS = ("prune", "finetune", "run")
 #: exit status after Ctrl-C
 INTERRUPTED = 130
 #: exit status where the program that reads stdout has ended
@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
 
 def _check_ranks(command: str) -> None:
     """Raises UserError for several ranks of a command that does not share its work."""
-    if torchrun.world_size() > 1 and command in COMMANDS and command not in SHARED:
+    if torchrun.world_size() > 1 and command in COMMANDS and command not in RUNS_ON_RANKS:
         raise UserError(f"`drot {command}` runs in one process: start it without torchrun")
 
 

@@ -20,12 +20,12 @@ def convert(model: str, out: Path, format: str, as_json: bool = False) -> None:
         as_json:
     """
     from drot.checkpoint import convert as conversion
-    from drot.checkpoint.size import weight_bytes
+    from drot.checkpoint.disk_space import weight_file_bytes
 
     with working():
         manifest = conversion.convert(model, out, format)
     if as_json:
-        sizes = {"before": weight_bytes(model), "after": weight_bytes(out)}
+        sizes = {"before": weight_file_bytes(model), "after": weight_file_bytes(out)}
         print_json({"out": out, "weight_bytes": sizes, **(manifest.to_dict() if manifest else {})})
     else:
         print_line(saved_line(model, out))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from drot.checkpoint.size import size_text
+from drot.checkpoint.disk_space import size_text
 from drot.cli.output import print_json, print_line
 from drot.cli.progress_bars import working
 

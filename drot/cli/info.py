@@ -78,9 +78,10 @@ def _is_other_model(folder: Path) -> bool:
         return len(name.parts) == 2 and HUB_NAME.fullmatch(str(name)) is not None
     if (folder / MANIFEST).exists():
         return False
-    from drot.checkpoint.source import ADAPTER, CONFIG, GGUF  # it imports torch
+    from drot.checkpoint.integrity import CONFIG_FILE
+    from drot.checkpoint.source import ADAPTER, GGUF  # it imports torch
 
-    return folder.suffix == GGUF or any((folder / name).exists() for name in (CONFIG, ADAPTER))
+    return folder.suffix == GGUF or any((folder / name).exists() for name in (CONFIG_FILE, ADAPTER))
 
 
 def _show_model(name: str, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 A section of the docstring is a panel of `--help`. An entry of it is a parameter of the command, with the form
 of its value where that needs one: `device [auto|cpu]: Device to use.` Values without a capital letter in such
-a form are completed by the shell. An entry without a text has that of SHARED.
+a form are completed by the shell. An entry without a text has that of COMMON_OPTIONS.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from drot.cli.messages import flag, in_options
 from drot.config import SEQLEN, CalibrationConfig, WeightFormat
 from drot.config.settings import description_of, fields_of
 from drot.core.checks import path_exists
-from drot.core.hub import check_name
+from drot.core.hub import check_model_name
 from drot.core.torchrun import rank
 from drot.core.validation import choices_of, members_of
 from drot.text.names import check_sources, check_text
@@ -30,7 +30,7 @@ from drot.text.names import check_sources, check_text
 SOURCES = description_of(CalibrationConfig, "source")
 ANY_DTYPE = "[auto|float32|bfloat16|float16]"
 #: parameter of several commands, or with values of the program → the form of its value, and its help
-SHARED = {
+COMMON_OPTIONS = {
     "out": ("", "Folder to write. It must be new or empty."),
     "device": (
         "[auto|cpu|cuda|cuda:N]",
@@ -67,8 +67,8 @@ def check_checkpoint(folder: str) -> None:
 #: Form of a value → what checks it before torch and transformers are imported, which takes seconds
 CHECKS: dict[str, Callable[[str], None]] = {
     "DIR": check_checkpoint,
-    "MODEL": check_name,
-    "MODEL...": check_name,
+    "MODEL": check_model_name,
+    "MODEL...": check_model_name,
     "[c4|own|ORG/NAME|PATH]": check_sources,
     "[c4|ORG/NAME|PATH]": check_sources,
     "[ORG/NAME|PATH]": lambda text: check_text(text, "test"),
@@ -159,7 +159,7 @@ def command_of(
     for panel, entries in panels.items():
         parameters += [each for each in settings if each.annotation.__metadata__[0].rich_help_panel == panel]
         for own, metavar, text in ENTRY.findall(entries):
-            shared = SHARED.get(own, ("", ""))
+            shared = COMMON_OPTIONS.get(own, ("", ""))
             named = signature.parameters[own]
             shown = _shown(panel, own, metavar or shared[0], " ".join(text.split()) or shared[1])
             parameters.append(

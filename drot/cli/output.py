@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
-from drot.checkpoint.size import size_text, weight_bytes, why_larger
+from drot.checkpoint.disk_space import size_text, weight_file_bytes, why_larger
 from drot.cli.safe_text import SafeConsole
 
 if TYPE_CHECKING:  # imported when something is printed: help prints no manifest
@@ -72,7 +72,7 @@ def print_facts(found: Iterable[tuple[str, str]]) -> None:
 
 def saved_line(source: str, out: Path) -> str:
     """Says where a checkpoint was saved, and how many bytes its weights and those of its source have."""
-    before, after = weight_bytes(source), weight_bytes(out)
+    before, after = weight_file_bytes(source), weight_file_bytes(out)
     if after is None:
         return f"Saved to {out}"
     if before is None:  # a model on the hub

@@ -118,7 +118,7 @@ def fit_recipe(
     if size is None:
         return asked
     memory = parse_size(size)
-    from drot.checkpoint.size import size_text
+    from drot.checkpoint.disk_space import size_text
     from drot.pipeline.dry_run import fitted
 
     chosen = fitted(model, asked.recipe, memory, fixed=recipe_fields(given), **options)

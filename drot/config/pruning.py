@@ -13,7 +13,7 @@ Method = Literal["magnitude", "wanda", "sparsegpt"]
 WITHOUT_HESSIAN: frozenset[Method] = frozenset({"magnitude"})
 Solver = Literal["none", "sparsegpt", "pcg", "admm"]
 Target = Literal["self", "dense"]
-TokenWeights = Literal["gradient", "equal"]
+TokenWeighting = Literal["gradient", "equal"]
 Recovery = Literal["none", "block"]
 #: the average of diag H that is the unit of `damping` (`damping_unit` of drot/calibration/hessian.py)
 DampingAverage = Literal["mean", "median"]
@@ -82,7 +82,7 @@ class PruningConfig:
     """
     target_weight: float = Field(default=0.25, gt=0, le=1)
     """With `target` dense: the share of the way from self to the dense model, up to 1."""
-    token_weights: Literal["auto"] | TokenWeights = "auto"
+    token_weights: Literal["auto"] | TokenWeighting = "auto"
     """How the calibration tokens count in the Hessians and targets. gradient: by how much the loss of the
     dense model depends on the outputs of a linear at the token, which takes a backward pass. equal: all
     alike, as in published methods. auto: gradient where `solve` is pcg or admm.

@@ -13,7 +13,7 @@ from drot.config.pruning import (
     RecoveryConfig,
     Solver,
     Target,
-    TokenWeights,
+    TokenWeighting,
 )
 from drot.config.recipe import DISTILL_TEXT, ONE_SHOT, QUALITIES, Recipe, WeightFormat
 from drot.config.rotation import (
@@ -26,7 +26,7 @@ from drot.config.rotation import (
     DownRotation,
     HessianSource,
     Objective,
-    OutputWeights,
+    OutputWeighting,
     ProductDtype,
     RotationConfig,
 )
@@ -43,7 +43,7 @@ class ResolvedRotation(RotationConfig):
 
     down_rotation: DownRotation = "none"
     objective: Objective
-    output_weights: OutputWeights = "equal"
+    output_weights: OutputWeighting = "equal"
     steps: int
     lr: float
     training_tokens: int
@@ -60,7 +60,7 @@ class ResolvedPruning(PruningConfig):
     damping_average: DampingAverage
     solve: Solver
     target: Target
-    token_weights: TokenWeights = "equal"
+    token_weights: TokenWeighting = "equal"
 
 
 @settings

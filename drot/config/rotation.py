@@ -18,7 +18,7 @@ HessianSource = Literal["sequential", "dense"]
 #: where the rotation into the basis of a layer acts (drot/model/boundary.py)
 BoundaryPlace = Literal["input", "residual", "inside"]
 ProductDtype = Literal["float32", "bfloat16"]
-OutputWeights = Literal["gradient", "equal"]
+OutputWeighting = Literal["gradient", "equal"]
 
 #: largest number of training steps, of which the learning rates and losses are kept: 500 times the paper's
 MOST_STEPS = 1_000_000
@@ -117,7 +117,7 @@ class RotationConfig:
     """What the training minimises. pruned: the importance of the weights to remove. entropy: the paper's,
     which prunes better with `reference_compat` if `method` is sparsegpt. auto: pruned.
     """
-    output_weights: Literal["auto"] | OutputWeights = "auto"
+    output_weights: Literal["auto"] | OutputWeighting = "auto"
     """How the outputs of the linears count in the objective pruned. gradient: by how much the loss of the
     dense model depends on them, which needs `token_weights` gradient. equal: all linears alike, each by its
     number of outputs. auto: gradient with `token_weights` gradient.

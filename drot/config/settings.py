@@ -14,7 +14,7 @@ from drot.core.validation import user_error
 Settings = TypeVar("Settings", bound=type)
 
 #: A bool is no int and "4" is no number; the defaults are checked too.
-CONFIG = ConfigDict(
+STRICT = ConfigDict(
     strict=True,
     allow_inf_nan=False,
     validate_default=True,
@@ -29,7 +29,7 @@ def settings(cls: Settings) -> Settings:
 
     The docstring below a field describes it, in the reference and in the help of its option.
     """
-    made: Any = dataclass(frozen=True, kw_only=True, config=CONFIG)(cls)
+    made: Any = dataclass(frozen=True, kw_only=True, config=STRICT)(cls)
     made.__init__ = _with_user_errors(made.__init__, fields_of(made))
     checked: Settings = made
     return checked

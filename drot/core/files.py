@@ -145,7 +145,7 @@ def beside(out: Path, suffix: str) -> Path:
     return named.with_name(named.name + suffix)
 
 
-def check_name(file: Path) -> None:
+def check_file_name(file: Path) -> None:
     """Raises UserError if the name of a file or folder to write is too long."""
     if (length := len(os.fsencode(file.name))) > LONGEST_NAME:
         raise UserError(
@@ -157,11 +157,11 @@ def check_name(file: Path) -> None:
 def check_writable(file: Path, *, dry_run: bool = False) -> None:
     """Creates the parent folder of a file or folder to write.
 
-    Raises UserError if nothing can be written there, and as `check_name` does.
+    Raises UserError if nothing can be written there, and as `check_file_name` does.
 
     dry_run: whether to create nothing, and to look at the folder in which the first one would be created.
     """
-    check_name(file)
+    check_file_name(file)
     try:
         folder = file.parent
         if dry_run:

@@ -16,7 +16,7 @@ HUB_NAME = re.compile(r"(?=.{1,96}$)(\w[\w.-]*/)?\w[\w.-]*")
 PATIENCE = 5.0
 
 
-def check_name(model: str) -> None:
+def check_model_name(model: str) -> None:
     """Raises UserError if `model` is neither a folder nor a file, and no name on the hub. Asks nobody.
 
     A GGUF file has the folder, or the name on the hub, in front of its own name.

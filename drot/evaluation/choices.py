@@ -17,7 +17,7 @@ from drot.evaluation.predictions import Predictions
 from drot.evaluation.tasks import Score
 
 #: the name of the tasks, one for each text
-OWN = "own"
+OWN_TASK = "own"
 QUESTIONS, CHOICES = 400, 4
 CONTEXT, ANSWER = 40, 8
 #: tokens of a question with one answer
@@ -30,13 +30,15 @@ SHORTEST = LENGTH + CHOICES * ANSWER
 
 def task_names(tasks: Collection[str], texts: Iterable[str]) -> list[str]:
     """The names of the tasks that `own` stands for in `tasks`: one for each text."""
-    return [f"{OWN}:{source}" for source in texts if OWN in tasks]
+    return [f"{OWN_TASK}:{source}" for source in texts if OWN_TASK in tasks]
 
 
 def check_length(tokens: Tensor) -> None:
     """Raises UserError for a text with fewer than SHORTEST tokens."""
     if len(tokens) < SHORTEST:
-        raise UserError(f"the tasks `{OWN}` need a text of at least {SHORTEST} tokens, got {len(tokens)}")
+        raise UserError(
+            f"the tasks `{OWN_TASK}` need a text of at least {SHORTEST} tokens, got {len(tokens)}"
+        )
 
 
 def questions(tokens: Tensor, count: int = QUESTIONS, seed: int = 0) -> Tensor:
@@ -64,7 +66,7 @@ def questions(tokens: Tensor, count: int = QUESTIONS, seed: int = 0) -> Tensor:
         context = tokens[place - CONTEXT : place].expand(CHOICES, CONTEXT)
         found.append(torch.cat([context, answers], dim=1))
     if not found:
-        raise UserError(f"the tasks `{OWN}` need a text that does not repeat itself: name another")
+        raise UserError(f"the tasks `{OWN_TASK}` need a text that does not repeat itself: name another")
     return torch.stack(found)
 
 
@@ -100,5 +102,5 @@ def scores(
     """
     return {
         name: score(predictions(questions(tokens, count or QUESTIONS).flatten(), LENGTH), progress)
-        for name, tokens in zip(task_names([OWN], texts), texts.values(), strict=True)
+        for name, tokens in zip(task_names([OWN_TASK], texts), texts.values(), strict=True)
     }

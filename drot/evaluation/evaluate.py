@@ -138,7 +138,7 @@ def evaluate(
     read = functools.partial(load_eval_tokens, text_column=text_column, progress=progress)
     texts = {name: {s: read(s, tokenizers[name]) for s in sources} for name in everyone}
     _check_texts(texts, configs, seqlen, original)
-    if choices.OWN in tasks:
+    if choices.OWN_TASK in tasks:
         for name, source in itertools.product(names, sources):
             choices.check_length(texts[name][source])
     setup = Setup(
@@ -224,13 +224,13 @@ def _check_arguments(
         raise UserError("`limit`, `batch_size` and `num_fewshot` are of `tasks`, got none: name one")
     if dtype != "auto":
         parse_dtype(dtype)
-    if not set(tasks) - {choices.OWN} and options != TaskOptions(limit=options.limit):
+    if not set(tasks) - {choices.OWN_TASK} and options != TaskOptions(limit=options.limit):
         raise UserError("`batch_size` and `num_fewshot` are of tasks of lm_eval, got none: leave them out")
     if against is not None and not ppl:
         raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
-    if choices.OWN in tasks and not ppl:
-        raise UserError(f"the tasks `{choices.OWN}` are made from a text, got none: name one as `ppl`")
-    if stream and set(tasks) - {choices.OWN}:
+    if choices.OWN_TASK in tasks and not ppl:
+        raise UserError(f"the tasks `{choices.OWN_TASK}` are made from a text, got none: name one as `ppl`")
+    if stream and set(tasks) - {choices.OWN_TASK}:
         raise UserError("`tasks` of lm_eval need the whole model on the device: leave out `stream=True`")
 
 
@@ -262,7 +262,7 @@ def _check_texts(
 
 def prepare_tasks(names: Sequence[str]) -> Tasks | None:
     """The tasks of lm_eval among `names`, as `load_tasks` loads them; None if there are none."""
-    of_lm_eval = [name for name in names if name != choices.OWN]
+    of_lm_eval = [name for name in names if name != choices.OWN_TASK]
     return load_tasks(of_lm_eval) if of_lm_eval else None
 
 
@@ -287,7 +287,7 @@ def measure(
     seqlen, device, progress = setup.seqlen, setup.device, setup.progress
     opened = [model] if dense is None else [model, dense]
     streamed = model.weights is not None or move_models([each.model for each in opened], name, device)
-    if streamed and set(setup.task_names) - {choices.OWN}:
+    if streamed and set(setup.task_names) - {choices.OWN_TASK}:
         raise UserError(f"`tasks` need the whole of {name} on {device}, where it does not fit")
     perplexities, agreements, records = {}, {}, {}
 
@@ -303,7 +303,7 @@ def measure(
             perplexities[source] = agreements[source].pop("perplexity")
         records[source] = text_record(source, tokens, seqlen)
     scores: dict[str, Score] = {}
-    if choices.OWN in setup.task_names:
+    if choices.OWN_TASK in setup.task_names:
         of_model = functools.partial(predictions, model)
         scores = choices.scores(texts, of_model, setup.task_options.limit, progress)
     if setup.tasks is not None:

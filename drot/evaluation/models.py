@@ -71,13 +71,13 @@ def must_stream(names: Sequence[str], dtype: str, device: torch.device) -> bool:
         return False
     needed = sum(loaded_bytes(name, dtype) for name in names)
     for place in dict.fromkeys((torch.device("cpu"), device)):
-        if needed > WEIGHTS_SHARE * (free := free_memory(place)):
+        if needed > WEIGHTS_SHARE * (free := memory_left(place)):
             _warn_of_size(names[0], len(names) > 1, needed, place, free)
             return True
     return False
 
 
-def free_memory(device: torch.device) -> int:
+def memory_left(device: torch.device) -> int:
     """The bytes that are free: on a GPU with those that torch keeps for reuse, or of the main memory."""
     return devices.free_memory(device) if is_gpu(device) else available_memory()
 
@@ -99,7 +99,7 @@ def move_models(models: list[PreTrainedModel], name: str, device: torch.device) 
     """
     moved = [model for model in models if next(model.parameters()).device != device]
     needed = sum(int(model.get_memory_footprint()) for model in moved)
-    free = free_memory(device) if is_gpu(device) else None
+    free = memory_left(device) if is_gpu(device) else None
     stream = free is not None and needed > WEIGHTS_SHARE * free
     if stream and free is not None:
         _warn_of_size(name, len(models) > 1, needed, device, free)

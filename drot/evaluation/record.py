@@ -13,7 +13,7 @@ from drot.checkpoint.card import CARD, save_card
 from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, update_manifest
 from drot.checkpoint.records import EvaluationRecord
 from drot.core.errors import UserError
-from drot.evaluation.choices import OWN, task_names
+from drot.evaluation.choices import OWN_TASK, task_names
 from drot.machine.environment import versions
 from drot.text.names import SPLITS
 from drot.text.source import calibration_hash
@@ -44,7 +44,7 @@ def record(folder: str, figures: dict[str, Any]) -> None:
         why = f"it has no {MANIFEST}" if Path(folder).exists() else "it is on the hub"
         logger.warning("the figures of %s are not recorded, because %s", folder, why)
         return
-    of_lm_eval = figures["tasks"].keys() - task_names([OWN], figures["texts"])
+    of_lm_eval = figures["tasks"].keys() - task_names([OWN_TASK], figures["texts"])
     packages = {"lm_eval": metadata.version("lm_eval")} if of_lm_eval else {}
     entry = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.checkpoint.disk_space import check_space
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.importance import load_importance_maps, save_importance_maps
 from drot.checkpoint.load import has_tokenizer, load_model, load_tokenizer, warn_of_rounding
@@ -22,7 +23,7 @@ from drot.checkpoint.manifest import (
     CheckpointManifest,
     find_manifest,
 )
-from drot.checkpoint.opening import load_config, refuse_whole
+from drot.checkpoint.opening import load_config, refuse_multimodal
 from drot.checkpoint.quantization_config import (
     drot_config_of,
     format_of,
@@ -32,7 +33,6 @@ from drot.checkpoint.quantization_config import (
 from drot.checkpoint.records import FinetuneRecord
 from drot.checkpoint.save import check_output, check_saves, copy_files, files_beside, save_checkpoint
 from drot.checkpoint.shards import save_layers
-from drot.checkpoint.size import check_space
 from drot.checkpoint.source import model_folder, recorded_name
 from drot.config import FinetuneConfig
 from drot.core import torchrun
@@ -136,7 +136,7 @@ def _finetune(
 ) -> FinetuneResult:
     """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
-    refuse_whole(model, "fine-tune a model that reads text alone, or prune with more recovery")
+    refuse_multimodal(model, "fine-tune a model that reads text alone, or prune with more recovery")
     _check_config(model_config, config)
     files = model_folder(model)
     before, maps = find_manifest(files), load_importance_maps(files)

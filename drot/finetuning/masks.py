@@ -98,7 +98,7 @@ class KeepMask(TrainerCallback):
 
 
 @torch.no_grad()
-def round_weights(model: "PreTrainedModel", removed: dict[str, Tensor], dtype: torch.dtype) -> None:
+def round_trained(model: "PreTrainedModel", removed: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Rounds every parameter to a value of its `stored_dtype` and keeps the parameter's own dtype.
 
     The removed weights must be the only zeros before pruning and after: a kept weight that is rounded to 0

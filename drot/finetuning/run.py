@@ -18,7 +18,7 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.evaluation.perplexity import perplexity
 from drot.finetuning.distillation import DivergenceLoss
-from drot.finetuning.masks import KeepMask, choose_full, removed_weights, round_weights
+from drot.finetuning.masks import KeepMask, choose_full, removed_weights, round_trained
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
 from drot.model.dtypes import stored_dtype, stored_floats
@@ -134,7 +134,7 @@ def _train(
         if config.keep_adapter:
             return model
         model = merge_adapter(model)
-    round_weights(model, removed, dtype)
+    round_trained(model, removed, dtype)
     return model
 
 

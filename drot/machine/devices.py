@@ -21,7 +21,7 @@ BUILD_INFO = build_info()
 GPU_TYPES = ("cuda",)
 #: the compute capability of the first GPUs with sparse tensor cores, for which the kernels compile
 LEAST_CAPABILITY = 8, 0
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def parse_dtype(name: str | torch.dtype, field: str = "dtype") -> torch.dtype:
@@ -29,11 +29,11 @@ def parse_dtype(name: str | torch.dtype, field: str = "dtype") -> torch.dtype:
 
     Raises UserError for another. field: the argument that holds `name`, for the error message.
     """
-    if name in (*DTYPES.values(), torch.float64):
+    if name in (*DTYPES_BY_NAME.values(), torch.float64):
         return name
-    if name not in DTYPES:
-        raise UserError(f"`{field}` must be auto or one of {', '.join(DTYPES)}; got {name!r}")
-    return DTYPES[name]
+    if name not in DTYPES_BY_NAME:
+        raise UserError(f"`{field}` must be auto or one of {', '.join(DTYPES_BY_NAME)}; got {name!r}")
+    return DTYPES_BY_NAME[name]
 
 
 def computing_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:

@@ -18,8 +18,8 @@ from drot.model.families import family_of, layer_families
 from drot.model.family import EMBEDDED, Family
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.linear import copied, module_at, reset_norm, scale_of, shift_of
+from drot.model.multimodal import WRITERS
 from drot.model.sizes import head_shape, shares_keys, widths_of
-from drot.model.whole import WRITERS
 
 #: the attribute of a model that says how its files hold the experts of a layer: `apart`, `together` in the
 #: parameters of all experts, or `swapped`, with the last two dimensions of these parameters swapped

@@ -17,7 +17,7 @@ from drot.model.mixins import Mixin, mix, unmix
 
 #: Prefix of the name of a module in the place of a parameter of experts, also in the tensor names of a
 #: checkpoint. transformers divides a tensor with the name of the parameter when it saves a model.
-PACKED = "packed_"
+PACKED_PREFIX = "packed_"
 
 
 def gated(experts: nn.Module, family: Family, gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -36,8 +36,9 @@ class ReplacedExperts(Mixin):
     """Mixin in front of a family's class of experts, for a module some of whose parameters were replaced, or
     that holds R3.
 
-    In the place of a parameter is a module of its name with PACKED in front. It is called with inputs [n, in]
-    of an expert, the number of the expert and its bias [out] or None, and returns the outputs [n, out].
+    In the place of a parameter is a module of its name with PACKED_PREFIX in front. It is called with inputs
+    [n, in] of an expert, the number of the expert and its bias [out] or None, and returns the outputs
+    [n, out].
 
     names: the stock names of the two parameters. has_gate: whether the first holds gate and up. transposed:
         whether they are [experts, in, out], and the outputs of gate and up alternate.
@@ -77,7 +78,7 @@ class ReplacedExperts(Mixin):
         self: Any, name: str, x: Tensor, numbers: Sequence[int], rotation: BlockRotation | None = None
     ) -> Tensor:
         """x [pairs, in] -> [pairs, out], where expert e has the next numbers[e] rows. rotation: of x."""
-        replaced, biases = getattr(self, PACKED + name, None), getattr(self, f"{name}_bias", None)
+        replaced, biases = getattr(self, PACKED_PREFIX + name, None), getattr(self, f"{name}_bias", None)
         outputs = []
         for expert, rows in enumerate(x.split(numbers)):
             if not len(rows):
@@ -98,7 +99,7 @@ def replace_weights(layer: nn.Module, family: Family, path: str, module: nn.Modu
     parent, _, name = path.rpartition(".")
     experts: Any = attrgetter(parent)(layer)
     delattr(experts, name)
-    setattr(experts, PACKED + name, module)
+    setattr(experts, PACKED_PREFIX + name, module)
     _replace_class(experts, family)
 
 
@@ -109,7 +110,7 @@ def restore_weights(experts: Any, replaced: str, weights: Tensor) -> None:
     """
     delattr(experts, replaced)
     parameter = weights.mT.contiguous() if experts.transposed else weights
-    setattr(experts, replaced.removeprefix(PACKED), nn.Parameter(parameter, requires_grad=False))
+    setattr(experts, replaced.removeprefix(PACKED_PREFIX), nn.Parameter(parameter, requires_grad=False))
     _restore_class(experts)
 
 
@@ -132,5 +133,7 @@ def _replace_class(experts: Any, family: Family) -> None:
 
 def _restore_class(experts: Any) -> None:
     """Gives the experts their stock class if they hold nothing that it does not know."""
-    if not any(hasattr(experts, name) for name in (DOWN_ROTATION, *(PACKED + one for one in experts.names))):
+    if not any(
+        hasattr(experts, name) for name in (DOWN_ROTATION, *(PACKED_PREFIX + one for one in experts.names))
+    ):
         unmix(experts)

@@ -65,7 +65,7 @@ ONE_BLOCK: dict[str, LayerKind] = {
     "moe": "",
 }
 #: what the entries of a config begin with that name the width of shared experts
-SHARED = ("shared_expert", "moe_shared_expert", "shared")
+SHARED_WIDTH_NAMES = ("shared_expert", "moe_shared_expert", "shared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
     # Hunyuan's config has a list of the same number for each layer, which transformers does not read
     sizes = (getattr(config, f"{of}intermediate_size", None) for of in ("moe_", ""))
     expert = next((size for size in sizes if size and isinstance(size, int)), 0)
-    shared = _first_of(config, *(f"{of}_intermediate_size" for of in SHARED))
+    shared = _first_of(config, *(f"{of}_intermediate_size" for of in SHARED_WIDTH_NAMES))
     of_shared = _first_of(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     key, value = (
         getattr(config, f"linear_num_{of}_heads", 0) * getattr(config, f"linear_{of}_head_dim", 0)

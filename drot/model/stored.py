@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drot.core.errors import UserError
 from drot.model.decoder import EXPERTS_IN_FILES, DecoderModel
-from drot.model.experts import PACKED
+from drot.model.experts import PACKED_PREFIX
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
@@ -78,7 +78,7 @@ def _packed_prefix(layer: DecoderLayer) -> str:
 
     No tensor of a layer without experts has such a name.
     """
-    return _in_files(layer, f"{layer.family.experts}.{PACKED}")
+    return _in_files(layer, f"{layer.family.experts}.{PACKED_PREFIX}")
 
 
 def as_dense(layer: DecoderLayer, name: str, weight: Tensor) -> tuple[str, Tensor]:

@@ -11,7 +11,7 @@ from drot.model.sizes import MAY_BE_ABSENT
 
 
 @dataclass(frozen=True)
-class Comparison:
+class NearestFamily:
     """A model next to the declaration that is nearest to it.
 
     nearest: the `model_type` of this declaration.
@@ -26,7 +26,7 @@ class Comparison:
     lacking: list[str]
 
 
-def compare(model: nn.Module) -> Comparison:
+def nearest_family(model: nn.Module) -> NearestFamily:
     """The model, which may lie on the device `meta`, next to the nearest declaration.
 
     A module is placed if the declaration has its path. What a module computes is not compared, but for norms,
@@ -40,7 +40,7 @@ def compare(model: nn.Module) -> Comparison:
     )
 
 
-def _compared(model_type: str, family: Family, layers: str | None, found: dict[str, str]) -> Comparison:
+def _compared(model_type: str, family: Family, layers: str | None, found: dict[str, str]) -> NearestFamily:
     """found: path → class of the modules with weights of the decoder layers."""
     kinds: dict[str, str | None] = {}
     required: list[str] = []
@@ -68,7 +68,7 @@ def _compared(model_type: str, family: Family, layers: str | None, found: dict[s
         if path not in kinds or kinds[path] not in (None, kind)
     ]
     lacking = [path for path in required if path not in found]
-    return Comparison(model_type, layers, unplaced, lacking)
+    return NearestFamily(model_type, layers, unplaced, lacking)
 
 
 def _decoder_layers(model: nn.Module) -> tuple[str | None, list[nn.Module]]:

@@ -9,7 +9,7 @@ from drot.model.family import by_module
 from drot.pipeline.importance import map_bytes
 from drot.pipeline.memory import rotation_bytes
 from drot.pipeline.sizes import Sizes
-from drot.sparse.packed import PACKED
+from drot.sparse.packed import PACKABLE
 
 
 def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
             math.prod(shapes[linear.name])
             for names, shapes in zip(sizes.names, sizes.shapes_in, strict=True)
             for linears in by_module(each for group in sizes.groups_of(names) for each in group.linears)
-            if all(pruning.sparsity_for(names[linear.name]) == PACKED for linear in linears)
+            if all(pruning.sparsity_for(names[linear.name]) == PACKABLE for linear in linears)
             for linear in linears
         )
         checkpoint -= packed * save_dtype.itemsize // 2 - packed // 8

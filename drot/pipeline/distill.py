@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from drot.calibration.stream import CalibrationStream
 from drot.calibration.token_weights import LOGIT_TOKENS
+from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.records import DistillationRecord
 from drot.checkpoint.resume import DISTILLED, RunState
-from drot.checkpoint.size import size_text
 from drot.config.settings import values_of
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
@@ -36,7 +36,7 @@ from drot.pipeline.batches import Batches, repeats, schedule
 from drot.pipeline.context import RunContext
 from drot.pipeline.kept_weights import KeptWeights
 from drot.pipeline.memory import distillation_memory
-from drot.pipeline.shard import as_saved, dense_tensors, round_weights
+from drot.pipeline.saved_layer import as_saved, dense_tensors, round_layer
 from drot.pipeline.states import further_states
 from drot.pipeline.steps import part_of
 from drot.text.source import calibration_hash
@@ -261,7 +261,7 @@ def _train(
     after = math.nan
     if not diverged:
         for layer in layers:
-            round_weights(layer, run.save_dtype)
+            round_layer(layer, run.save_dtype)
         after = held_out()
     helps = after <= (1 + HARM) * before  # not if it is NaN
     if not helps:

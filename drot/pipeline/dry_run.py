@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.load import load_tokenizer
-from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transformers
+from drot.checkpoint.multimodal import kept_bytes
+from drot.checkpoint.opening import NO_MODEL, load_outer_config, silent_transformers
 from drot.checkpoint.records import PlaceOfStates
-from drot.checkpoint.size import size_text
 from drot.checkpoint.source import gguf_file
-from drot.checkpoint.whole import kept_bytes
 from drot.config import Recipe, ResolvedRecipe
 from drot.core import torchrun
 from drot.core.errors import UserError
-from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu, pick_device
+from drot.machine.devices import DTYPES_BY_NAME, computing_dtype, dtype_name, is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
 from drot.model.decoder import DecoderModel
+from drot.model.multimodal import MULTIMODAL, language_config, stored_names
 from drot.model.sizes import check_seqlen
-from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.memory import device_memory, distillation_memory, main_memory, state_bytes, training_memory
 from drot.pipeline.prepare import parsed_dtype, plan
@@ -32,7 +32,7 @@ from drot.pipeline.rotation_files import with_given_r3
 from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.states import place_of_states
 from drot.pipeline.work import run_work
-from drot.text.names import OWN, are_files, check_sources
+from drot.text.names import OWN_SOURCE, are_files, check_sources
 from drot.text.source import load_calibration, tokens_of
 
 #: share of the memory that a run may take by its estimate: CUDA itself takes some, and the estimate is rough
@@ -130,7 +130,7 @@ def run_needs(
     on_device = device_memory(of_rank, resolved, chosen)
     if trains:
         on_device = max(on_device, training_memory(of_rank, resolved, gpus))
-    if tokens_of(OWN, text, nsamples):
+    if tokens_of(OWN_SOURCE, text, nsamples):
         on_device = max(on_device, sizes.weights * chosen.itemsize)
     from_gguf = not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
     if not (isinstance(model, PreTrainedModel) or from_gguf):
@@ -166,18 +166,18 @@ def run_needs(
 
 def _image_bytes(model: str | Path, rotated: torch.dtype | None) -> int:
     """`kept_bytes` of a model by its config; 0 if it reads text alone."""
-    config = load_whole_config(model)
-    if config.model_type not in WHOLE_MODELS:
+    config = load_outer_config(model)
+    if config.model_type not in MULTIMODAL:
         return 0
     with silent_transformers(NO_MODEL.format(str(model)), config.to_dict()), torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
-    tensors = whole.state_dict()
+        multimodal = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+    tensors = multimodal.state_dict()
     return kept_bytes(tensors, stored_names(tensors, language_config(config).model_type), rotated)
 
 
 def _dtype(dtype: str | torch.dtype, own: torch.dtype) -> torch.dtype:
     """A dtype by its name; `auto` is the checkpoint's own."""
-    return DTYPES.get(dtype, own) if isinstance(dtype, str) else dtype
+    return DTYPES_BY_NAME.get(dtype, own) if isinstance(dtype, str) else dtype
 
 
 # ---- the settings with which a run fits into the memory of a device --------------------------------------

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import Figure, InputHessian
+from drot.calibration.hessian import InputHessian, Scalar
 from drot.checkpoint.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.config import ResolvedRecipe, Sparsity
 from drot.machine.ranks import ALONE
@@ -95,7 +95,7 @@ class GroupImportance:
 
     def of_weight(
         self, weight: Tensor, unrotated: Tensor, sparsity: Sparsity
-    ) -> tuple[dict[str, Figure], dict[str, Tensor]]:
+    ) -> tuple[dict[str, Scalar], dict[str, Tensor]]:
         """The pruned share of the importance, and the tensors of the plots.
 
         The share is the importance of the weights with the smallest scores, as many as `sparsity` removes of
@@ -112,7 +112,7 @@ class GroupImportance:
         bases = {"before": (unrotated, self.hessian)}
         if self.rotated:
             bases["after"] = (weight, self._hessian_after)
-        shares: dict[str, Figure] = {}
+        shares: dict[str, Scalar] = {}
         tensors: dict[str, Tensor] = {}
         mean = total = unrotated.new_ones((), dtype=torch.float64)
         for basis, (matrix, hessian) in bases.items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import Figure, InputHessian, at_once, diagonal_of
+from drot.calibration.hessian import InputHessian, Scalar, at_once, diagonal_of
 from drot.calibration.layer_pass import LayerPass, target_statistics
 from drot.checkpoint.dtypes import rounded
 from drot.config import PruningConfig, ResolvedRecipe
@@ -21,7 +21,7 @@ from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 from drot.model.rotation import LayerRotation
 from drot.pipeline.importance import GroupImportance
-from drot.pipeline.shard import round_weights
+from drot.pipeline.saved_layer import round_layer
 from drot.pruning import PruneOutcome, dense_target, prune_once, solve_weights
 
 logger = logging.getLogger("drot")
@@ -61,7 +61,7 @@ def prune_layer(
     maps: dict[str, Tensor] = {}
     save_dtype = save_dtype or layer.dtype
     pruned = {name for name, linear in layer.linears.items() if pruning.sparsity_for(linear.full_name).ratio}
-    round_weights(layer, save_dtype, leave=pruned)
+    round_layer(layer, save_dtype, leave=pruned)
     for groups in batches(layer, pruned, pruning):
         of_groups = zip(*map(layer.linears_of, groups), strict=True)
         roles = [Role(list(linears)) for linears in of_groups if linears[0].name in pruned]
@@ -242,12 +242,12 @@ def _of_each(role: Role, figures: dict[str, Any]) -> list[dict[str, Any]]:
 def _one_shot(
     role: Role,
     config: PruningConfig,
-    error: Figure | None,
-    energy: Figure | None,
+    error: Scalar | None,
+    energy: Scalar | None,
     importance: GroupImportance,
     maps: dict[str, Tensor],
     ranks: Ranks,
-) -> dict[str, dict[str, Figure | None]]:
+) -> dict[str, dict[str, Scalar | None]]:
     """Basis → the figures of the pruning without solver; adds the maps of the dense linears to `maps`.
 
     error: of the outputs in the last basis. energy: tr(W H Wᵀ), where it is known.

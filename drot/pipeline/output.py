@@ -22,7 +22,7 @@ from drot.pipeline.rotation_files import path_inside
 from drot.pipeline.run import PruningRun
 from drot.pipeline.steps import part_of
 from drot.text.mixture import texts_of
-from drot.text.names import OWN
+from drot.text.names import OWN_SOURCE
 
 
 def manifest_of(run: PruningRun, identity: dict[str, Any] | None, state: RunState | None) -> Manifest:
@@ -90,7 +90,7 @@ def write_result(
 
     def write_more(folder: Path) -> None:
         save_importance_maps(folder, run.maps)
-        if (own := state.folder / OWN_TEXT).exists() and OWN in dict(texts_of(source)):
+        if (own := state.folder / OWN_TEXT).exists() and OWN_SOURCE in dict(texts_of(source)):
             shutil.copyfile(own, folder / OWN_TEXT)
         if inside is not None:
             write_rotations(folder / inside)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.resume import IDENTITY
-from drot.checkpoint.size import size_text
 from drot.config import ResolvedRecipe
 from drot.core.checks import is_a, is_callable, path_exists
 from drot.core.errors import UserError
@@ -26,7 +26,7 @@ from drot.machine.memory import available_memory, return_free_memory
 from drot.model.sizes import check_seqlen, head_shape, positions_of
 from drot.pipeline.sizes import without_weights
 from drot.text.files import SAMPLED, WRITTEN_BY, author
-from drot.text.names import OWN
+from drot.text.names import OWN_SOURCE
 from drot.text.source import tokens_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def write_own_text(
     """
     text = recipe.calibration
     counts = (text.nsamples, recipe.recovery.distill_nsamples)
-    tokens = math.ceil(WRITTEN * sum(tokens_of(OWN, text, count) for count in counts))
+    tokens = math.ceil(WRITTEN * sum(tokens_of(OWN_SOURCE, text, count) for count in counts))
     if not tokens:
         return
     seqlen = min(SEQLEN, positions_of(config) or SEQLEN)

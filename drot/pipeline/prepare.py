@@ -21,13 +21,13 @@ from drot.config.rotation import point_of
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
-from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu, parse_dtype, pick_device
+from drot.machine.devices import DTYPES_BY_NAME, computing_dtype, dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext, check_unchanged
 from drot.pipeline.tokens import TextReader, given_tokens
-from drot.pipeline.validation import check_config, check_recipe, down_width
+from drot.pipeline.validation import check_prunable, check_recipe, down_width
 
 logger = logging.getLogger("drot")
 
@@ -56,17 +56,17 @@ def plan(
                 "the weights of `model` must know gradients, and were made within torch.inference_mode(): "
                 "load the model outside of it"
             )
-        if model.dtype not in DTYPES.values():
+        if model.dtype not in DTYPES_BY_NAME.values():
             raise UserError(
-                f"the weights of `model` must be of dtype {', '.join(DTYPES)}: load it in one of these; got "
-                f"{dtype_name(model.dtype)}"
+                f"the weights of `model` must be of dtype {', '.join(DTYPES_BY_NAME)}: load it in one of "
+                f"these; got {dtype_name(model.dtype)}"
             )
         check_unchanged(model)
         config = model.config
     else:
         config = load_config(model)
         _refuse_pruned(model)
-    check_config(config)
+    check_prunable(config)
     resolved = resolve(
         recipe,
         positions=positions_of(config),
@@ -197,10 +197,10 @@ def _own_device(name: str | torch.device, ranks: Ranks) -> torch.device:
 
 
 def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:
-    """The dtype with a name; `auto` as it is. Raises UserError for what is none of DTYPES."""
+    """The dtype with a name; `auto` as it is. Raises UserError for what is none of DTYPES_BY_NAME."""
     is_a(argument, dtype, str, torch.dtype)
     if dtype == torch.float64:
-        raise UserError(f"`{argument}` must be auto or one of {', '.join(DTYPES)}; got float64")
+        raise UserError(f"`{argument}` must be auto or one of {', '.join(DTYPES_BY_NAME)}; got float64")
     return dtype if dtype == "auto" else parse_dtype(dtype, argument)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drot.checkpoint.disk_space import check_space
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
@@ -27,7 +28,6 @@ from drot.checkpoint.resume import (
     partial_folder,
 )
 from drot.checkpoint.save import check_output, check_saves
-from drot.checkpoint.size import check_space
 from drot.config import Recipe, ResolvedRecipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
@@ -276,8 +276,8 @@ def _open_state(
     state = RunState(out, identity_of_parts(identity), here, context.ranks)
     sizes = sizes_of(context.model, *context.tokens.shape)
     checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
-    if (whole := getattr(context.model.model, "drot_whole", None)) is not None:
-        checkpoint += whole.kept_bytes(context.save_dtype if context.rotates else None)
+    if (multimodal := getattr(context.model.model, "drot_multimodal", None)) is not None:
+        checkpoint += multimodal.kept_bytes(context.save_dtype if context.rotates else None)
     if rotations_out is not None and same_disk(rotations_out, out):
         beside += 2 * rotations_file_bytes(sizes, context.recipe.rotation)  # twice while it is written
     given = context.sizes, context.recipe, context.dtype

@@ -18,7 +18,7 @@ from drot.checkpoint.rotations import (
 from drot.config import Recipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
-from drot.core.files import check_name, check_writable
+from drot.core.files import check_file_name, check_writable
 from drot.core.hashes import file_record
 from drot.model.rotation import RotationsOfLayers
 from drot.pipeline.context import RunContext
@@ -98,7 +98,7 @@ def check_rotations_output(
             '`save_rotations_to` needs `mode="layer"` or `mode="shared"`; got `mode="none"`, which trains no '
             "rotations"
         )
-    check_name(file)
+    check_file_name(file)
     if path_exists(file) and (file.is_dir() or not resume):
         raise UserError(f"{file} exists: name another `save_rotations_to` or remove it")
     if out is not None and path_inside(file, partial_folder(out)) is not None:

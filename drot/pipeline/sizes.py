@@ -13,8 +13,8 @@ from drot.config import ResolvedRecipe
 from drot.model.decoder import DecoderModel
 from drot.model.dtypes import stored_dtype
 from drot.model.family import InputGroup
+from drot.model.multimodal import WRITERS
 from drot.model.sizes import HeadShape, lends_keys, routed_share
-from drot.model.whole import WRITERS
 
 
 @dataclass(frozen=True)

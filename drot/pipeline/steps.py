@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
-from drot.checkpoint.resume import RunState
+from drot.checkpoint.resume import LAYER_PART, RunState
 from drot.machine.products import merging_dtype
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Boundary, LayerRotation
@@ -19,13 +19,13 @@ from drot.pipeline.invariance import ModelCheck
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import recover_layer
-from drot.pipeline.shard import as_saved, load_tensors, round_weights
+from drot.pipeline.saved_layer import as_saved, load_tensors, round_layer
 from drot.pipeline.training import own_r3, train
 from drot.rotation.objective import LayerObjective
 
 #: End of the name of the part with what a run needs beside a finished layer: its rotation in fp64, unless it
 #: was known before the pruning, and the maps of the importance of its weights.
-BESIDE = "_run"
+RUN_SUFFIX = "_run"
 #: prefixes of the names of their tensors
 ROTATION_PREFIX, MAP_PREFIX = "drot.", "drot.figures."
 
@@ -160,7 +160,7 @@ def recover(run: RunContext, work: LayerWork) -> None:
     assert work.dense is not None
     with run.during("recover", work.layer):
         record = recover_layer(work.layer, work.stream, work.dense, run.recipe.recovery, on_epoch)
-        round_weights(work.layer, run.save_dtype)
+        round_layer(work.layer, run.save_dtype)
     work.record["recovery"] = record.model_dump()
 
 
@@ -212,20 +212,20 @@ def save(run: RunContext, work: LayerWork, state: RunState, *, known: bool) -> N
         if work.rotation is not None and not known:
             beside |= work.rotation.named(ROTATION_PREFIX)
         name = part_of(work.layer)
-        state.save_later({name: (stored_tensors(work.layer), work.record), name + BESIDE: (beside, None)})
+        state.save_later({name: (stored_tensors(work.layer), work.record), name + RUN_SUFFIX: (beside, None)})
 
 
 def load(state: RunState, layer: DecoderLayer) -> tuple[dict[str, Tensor], dict[str, Tensor], Any] | None:
     """What `save` wrote of a layer: its tensors, those beside them, and its record; None if it is missing."""
     name = part_of(layer)
-    shard, beside = state.load(name), state.load(name + BESIDE)
+    shard, beside = state.load(name), state.load(name + RUN_SUFFIX)
     return None if shard is None or beside is None else (shard[0], beside[0], shard[1])
 
 
 def load_rotation(run: RunContext, state: RunState, index: int) -> LayerRotation:
     """The rotation that `save` wrote of a layer, on rank 0."""
     assert run.ranks.first, "the other ranks need the rotations of two layers, which lie in memory"
-    tensors = state.loaded_alone(part_of(run.model.layers[index]) + BESIDE)
+    tensors = state.loaded_alone(part_of(run.model.layers[index]) + RUN_SUFFIX)
     return LayerRotation.from_tensors(tensors, ROTATION_PREFIX)
 
 
@@ -260,4 +260,4 @@ def restore(
 
 
 def part_of(layer: DecoderLayer) -> str:
-    return f"layer_{layer.index:05d}"
+    return f"{LAYER_PART}{layer.index:05d}"

@@ -32,7 +32,7 @@ INPUT_IN_WORDS = {
 }
 
 
-def check_config(config: Any) -> None:
+def check_prunable(config: Any) -> None:
     """Raises UserError for a model of another architecture, and for one that is quantised already."""
     family_of(config)
     if quantised := quantization_config_of(config):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import Figure
+from drot.calibration.hessian import Scalar
 from drot.config import Sparsity
 from drot.machine.finite import check_finite
 from drot.machine.ranks import ALONE, Ranks
@@ -16,7 +16,7 @@ def prune_magnitude(
     sparsity: Sparsity,
     *,
     hessian: Tensor | None = None,
-    total: Figure | None = None,
+    total: Scalar | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """Removes the smallest |W| of each group (n:m) or of the whole matrix (ratio).

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import Figure, energy
+from drot.calibration.hessian import Scalar, energy
 from drot.machine.ranks import ALONE, Ranks
 
 
@@ -28,15 +28,15 @@ class PruneOutcome:
 
     weight: Tensor
     removed: Tensor
-    damping: Figure | None = None
-    output_error: Figure | None = None
-    energy: Figure | None = None
+    damping: Scalar | None = None
+    output_error: Scalar | None = None
+    energy: Scalar | None = None
     admm_iterations: int | Tensor = 0
 
 
 def output_error(
-    weight: Tensor, pruned: Tensor, hessian: Tensor, total: Figure | None = None, ranks: Ranks = ALONE
-) -> Figure:
+    weight: Tensor, pruned: Tensor, hessian: Tensor, total: Scalar | None = None, ranks: Ranks = ALONE
+) -> Scalar:
     """tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ) = ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² where H ∝ XᵀX.
 
     weight, pruned: [..., out, in], any float dtype. hessian: [..., in, in], symmetric. total:
@@ -62,7 +62,7 @@ def with_output_error(
     return dataclasses.replace(outcome, output_error=error, energy=total)
 
 
-def relative_error(lost: Figure, total: Figure) -> Figure:
+def relative_error(lost: Scalar, total: Scalar) -> Scalar:
     """lost / total; 0 if total is 0, and if rounding made `lost` negative."""
     if isinstance(lost, Tensor):
         return torch.where(torch.as_tensor(total > 0), lost.clamp_min(0) / total, 0)

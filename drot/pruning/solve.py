@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import (
-    Figure,
-    as_figure,
+    Scalar,
+    as_scalar,
     damping_unit,
     diagonal_of,
     energy_of_rows,
@@ -56,7 +56,7 @@ def solve_kept_weights(
     sparsities: Sequence[Sparsity],
     *,
     solver: str,
-    damping: Figure,
+    damping: Scalar,
     average: str = "mean",
     ranks: Ranks = ALONE,
 ) -> list[PruneOutcome]:
@@ -80,7 +80,7 @@ def solve_kept_weights(
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     damped = hessian.to(dtype, copy=True)
-    added = as_figure(damping, damped) * damping_unit(diagonal_of(damped), average)
+    added = as_scalar(damping, damped) * damping_unit(diagonal_of(damped), average)
     fix_dead_columns(damped)
     diagonal_of(damped).add_(added[..., None])
     # scaled to a diagonal of ones: the preconditioner of the conjugate gradients, and the unit of ρ

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import Figure, HessianFactor, diagonal_of, energy, factorize, sum_of_rows
+from drot.calibration.hessian import HessianFactor, Scalar, diagonal_of, energy, factorize, sum_of_rows
 from drot.config import Sparsity
 from drot.core.errors import UserError
 from drot.machine.finite import check_finite
@@ -23,7 +23,7 @@ def prune_sparsegpt(
     block_size: int,
     removed: Tensor | None = None,
     factor: HessianFactor | None = None,
-    total: Figure | None = None,
+    total: Scalar | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """Removes weights with small scores (W_ij / U_jj)², where U is Hinv, and updates the others.

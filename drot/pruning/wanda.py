@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import Figure
+from drot.calibration.hessian import Scalar
 from drot.config import Sparsity
 from drot.core.errors import UserError
 from drot.machine.finite import check_finite
@@ -18,7 +18,7 @@ def prune_wanda(
     sparsity: Sparsity,
     *,
     hessian: Tensor | None = None,
-    total: Figure | None = None,
+    total: Scalar | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """Removes the smallest |W_ij| · sqrt(H_jj) of each group (n:m) or of each row (ratio).

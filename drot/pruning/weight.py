@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from drot.calibration.hessian import Figure, HessianFactor, InputHessian, diagonal_of
+from drot.calibration.hessian import HessianFactor, InputHessian, Scalar, diagonal_of
 from drot.calibration.layer_pass import TargetStatistics
 from drot.config import PruningConfig
 from drot.machine.ranks import ALONE, Ranks
@@ -20,7 +20,7 @@ def prune_once(
     hessian: InputHessian | None,
     config: PruningConfig,
     *,
-    total: Figure | None = None,
+    total: Scalar | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """The weight [..., out, in] that the method makes of `target` [..., out, in], without a solver.
@@ -80,7 +80,7 @@ def _sweep(
     target: Tensor,
     hessian: InputHessian,
     config: PruningConfig,
-    total: Figure | None,
+    total: Scalar | None,
     removed: Tensor | None = None,
     *,
     ranks: Ranks,

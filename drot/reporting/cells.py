@@ -37,7 +37,7 @@ from drot.pipeline.tokens import TextReader
 from drot.reporting.grid import Cell, Grid, effective
 from drot.reporting.rows import run_columns
 from drot.text.mixture import texts_of
-from drot.text.names import OWN
+from drot.text.names import OWN_SOURCE
 from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
@@ -50,7 +50,7 @@ OWN_TEXTS = Path(OWN_TEXT).stem
 KEY_DIGITS = 16
 
 #: `perplexity`: text → perplexity; `accuracy`: task → accuracy in [0, 1]; None if it is not finite
-Measured = dict[str, dict[str, float | None]]
+CellFigures = dict[str, dict[str, float | None]]
 
 
 def _weights_in_files(model: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class CellRunner:
         The first of these recipes is the one that reads most of it, because the model writes it then.
         """
         readers: dict[CalibrationConfig, TextReader] = {}
-        writes = any(OWN in dict(texts_of(recipe.calibration.source)) for recipe in recipes)
+        writes = any(OWN_SOURCE in dict(texts_of(recipe.calibration.source)) for recipe in recipes)
         weights = _weights_in_files(self.model) if writes else None  # they write other texts at the same path
         for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
             text, further = recipe.calibration, recipe.recovery.distill_nsamples
@@ -188,12 +188,12 @@ class CellRunner:
         tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
         return None if tokens is None else calibration_hash(tokens)
 
-    def _measure(self, model: PreTrainedModel) -> Measured:
+    def _measure(self, model: PreTrainedModel) -> CellFigures:
         """The figures of a model. Raises BrokenModelError for a model without a finite loss."""
         figures = measure(OpenModel(model), self.model, self.tokenizer, self.texts, self.setup)
         return {"perplexity": figures["perplexity"], "accuracy": figures["tasks"]}
 
-    def _measure_cell(self, model: PreTrainedModel) -> Measured:
+    def _measure_cell(self, model: PreTrainedModel) -> CellFigures:
         """The figures of a pruned model, which may be broken."""
         try:
             return self._measure(model)

@@ -8,10 +8,10 @@ import numpy as np
 
 from drot.checkpoint.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.reporting.drawing import SERIES, Chart, axes, grid, legend, lines
-from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Figure, Importance, Run, final_error
+from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Importance, LinearFigure, Run, final_error
 
 #: label → figure of a linear, for the output errors by layer
-ERRORS: dict[str, Figure] = {
+ERRORS: dict[str, LinearFigure] = {
     "one shot, not rotated": ONE_SHOT_ERROR[0],
     "one shot, rotated": ONE_SHOT_ERROR[1],
     "as pruned": final_error,

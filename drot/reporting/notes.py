@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from drot.checkpoint.card import on_hub
 from drot.checkpoint.tables import change
 from drot.core.checks import counted
-from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, final_error
+from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Run, TextEvaluation, final_error
 
 #: a layer is unusual if its output error is this many times the median of its neighbours
 NEIGHBOUR_FACTOR = 2.0
@@ -22,7 +22,7 @@ LARGE_RISE = 0.1
 MOST_NAMES = 4
 
 
-def summary(run: Run, measured: Sequence[Measured]) -> list[str]:
+def summary(run: Run, measured: Sequence[TextEvaluation]) -> list[str]:
     """Sentences on what the run did and what it cost."""
     pruning = run.recipe.pruning
     removed = f"{run.manifest.sparsity:.1%} of the decoder layers' linear weights"
@@ -63,7 +63,7 @@ def _cost(run: Run) -> str:
     return f"{took} and at most {' and '.join(largest)}." if largest else f"{took}."
 
 
-def _perplexity(entry: Measured) -> str:
+def _perplexity(entry: TextEvaluation) -> str:
     where = f"The perplexity on {entry.text} (windows of {entry.seqlen})"
     if entry.perplexity is None:
         return f"{where} is not finite."
@@ -78,7 +78,7 @@ def _perplexity(entry: Measured) -> str:
     return sentence + "."
 
 
-def verdict(run: Run, measured: Sequence[Measured], lines: Sequence[str]) -> str:
+def verdict(run: Run, measured: Sequence[TextEvaluation], lines: Sequence[str]) -> str:
     """What stands above the `lines` of `unusual`, or in their place."""
     usual = "Look at:" if lines else "Nothing is unusual."
     if any(entry.dense is not None for entry in measured):
@@ -93,7 +93,7 @@ def verdict(run: Run, measured: Sequence[Measured], lines: Sequence[str]) -> str
 # ---- what is unusual ---------------------------------------------------------------------------------
 
 
-def unusual(run: Run, measured: Sequence[Measured]) -> list[str]:
+def unusual(run: Run, measured: Sequence[TextEvaluation]) -> list[str]:
     """A sentence for each case of one of the rules below."""
     rules = (
         _lost_much, _not_concentrated, _damping_rose, _still_falling, _no_recovery, _not_distilled,
@@ -178,7 +178,7 @@ def _not_distilled(run: Run) -> Iterator[str]:
         )
 
 
-def _perplexities(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
+def _perplexities(run: Run, measured: Sequence[TextEvaluation]) -> Iterator[str]:
     untried = {
         "a rotation": not run.rotated,
         "--quality best": run.rotated and not run.recipe.recovery.distill_epochs,

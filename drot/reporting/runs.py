@@ -25,14 +25,14 @@ BASES = ("before", "after")
 #: what stands for a mean that fp16 cannot hold
 LARGEST = float(np.finfo(np.float16).max)
 #: a figure of a linear; None if the run has none
-Figure = Callable[[LinearRecord], float | None]
+LinearFigure = Callable[[LinearRecord], float | None]
 #: the share of the importance that one-shot pruning removes, before and after the rotation
-REMOVED_IMPORTANCE: tuple[Figure, Figure] = (
+REMOVED_IMPORTANCE: tuple[LinearFigure, LinearFigure] = (
     lambda linear: linear.one_shot.before.removed_importance,
     lambda linear: linear.one_shot.after.removed_importance,
 )
 #: the output error of one-shot pruning, before and after the rotation
-ONE_SHOT_ERROR: tuple[Figure, Figure] = (
+ONE_SHOT_ERROR: tuple[LinearFigure, LinearFigure] = (
     lambda linear: linear.one_shot.before.output_error,
     lambda linear: linear.one_shot.after.output_error,
 )
@@ -125,7 +125,7 @@ class Run:
                 if linear.sparsity > 0:
                     yield layer.layer, role, linear
 
-    def layer_means(self, figure: Figure) -> dict[int, float]:
+    def layer_means(self, figure: LinearFigure) -> dict[int, float]:
         """Layer → mean of a figure over its pruned linears; layers without the figure are left out."""
         found: dict[int, list[float]] = {}
         for layer, _, linear in self.pruned():
@@ -133,12 +133,12 @@ class Run:
                 found.setdefault(layer, []).append(value)
         return {layer: statistics.fmean(values) for layer, values in found.items()}
 
-    def mean(self, figure: Figure) -> float | None:
+    def mean(self, figure: LinearFigure) -> float | None:
         """The mean of a figure over all pruned linears; None without a figure."""
         values = [value for *_, linear in self.pruned() if (value := figure(linear)) is not None]
         return statistics.fmean(values) if values else None
 
-    def ratios(self, below: Figure, above: Figure) -> dict[tuple[int, str], float]:
+    def ratios(self, below: LinearFigure, above: LinearFigure) -> dict[tuple[int, str], float]:
         """(layer, role) → above / below of a linear, where both are there."""
         found = {}
         for layer, role, linear in self.pruned():
@@ -159,7 +159,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TextEvaluation:
     """The evaluation of one run on one text.
 
     text: name of the text. seqlen: tokens in a window.
@@ -193,14 +193,14 @@ class Measured:
 _Key = tuple[str, str, int]
 
 
-def measurements(run: Run) -> list[Measured]:
+def measurements(run: Run) -> list[TextEvaluation]:
     """The evaluations of `run`, the latest of each text and window length."""
     found = []
     for (text, _, seqlen), entry in _latest(run).items():
         baselines = _baselines(run, entry, text)
         agreement = entry.agreement.get(text)
         found.append(
-            Measured(
+            TextEvaluation(
                 text=short(text),
                 seqlen=seqlen,
                 perplexity=entry.perplexity.get(text),

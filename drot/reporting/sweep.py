@@ -20,7 +20,7 @@ from drot.machine.devices import pick_device
 from drot.machine.products import without_autocast
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
-from drot.pipeline.validation import check_config, check_recipe, down_width
+from drot.pipeline.validation import check_prunable, check_recipe, down_width
 from drot.reporting.cells import CELLS, OWN_TEXTS, CellRunner
 from drot.reporting.grid import Cell, Grid, Skipped, read_grid
 from drot.reporting.rows import rows_of, write_csv
@@ -103,7 +103,7 @@ def sweep(
 def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell], list[Skipped]]:
     """The cells that fit the model, and those that do not."""
     config = load_config(model)
-    check_config(config)
+    check_prunable(config)
     cells, refused = [], []
     for cell in grid.cells:
         try:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from drot.checkpoint.records import LinearRecord
 from drot.checkpoint.tables import Table, change, facts, layers_table, number, short, times_table
-from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, tasks
+from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Run, TextEvaluation, tasks
 
 
 def run_tables(run: Run) -> list[Table]:
@@ -49,7 +49,7 @@ def linear_row(layer: int, role: str, linear: LinearRecord) -> dict[str, str]:
     }
 
 
-def lost_table(run: Run, measured: Sequence[Measured]) -> Table | None:
+def lost_table(run: Run, measured: Sequence[TextEvaluation]) -> Table | None:
     """Perplexities, the share of the gap, agreement and accuracies; None without an evaluation."""
     rows = [
         {

@@ -17,7 +17,7 @@ from drot.checkpoint.quantization_config import QUANT_METHOD, DrotConfig
 from drot.core.errors import UserError
 from drot.machine.devices import check_gpu, is_gpu
 from drot.ops import sparse24_compress, sparse24_linear
-from drot.sparse.linear import DTYPES, compresses
+from drot.sparse.linear import PACKABLE_DTYPES, compresses
 from drot.sparse.packed import check_packed_tensors
 
 #: The inputs of a rank's linear must be a multiple of it, as the kernel for few tokens (csrc/ops/cuda/
@@ -43,7 +43,7 @@ class PackedConfig:
         return QUANT_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return list(DTYPES)
+        return list(PACKABLE_DTYPES)
 
     @classmethod
     def get_min_capability(cls) -> int:

@@ -46,13 +46,13 @@ Tokens = Annotated[int, Field(ge=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Part(BaseModel):
+class RequestPart(BaseModel):
     """A part of a content, or of a body. None is as good as no value, and a bool is no number."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class Completion(Part):
+class Completion(RequestPart):
     """A completion. Other values than those of a Literal or None are refused: transformers ignores them."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -103,20 +103,20 @@ class Completion(Part):
         return value
 
 
-class TextPart(Part):
+class TextPart(RequestPart):
     type: Literal["text"]
     text: str
 
 
-class Function(Part):
+class Function(RequestPart):
     arguments: Json[Any]
 
 
-class Call(Part):
+class Call(RequestPart):
     function: Function
 
 
-class Message(Part):
+class Message(RequestPart):
     """A message, of which no images or sounds are served."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -138,11 +138,11 @@ class Message(Part):
         return self
 
 
-class NamedFunction(Part):
+class NamedFunction(RequestPart):
     name: Text
 
 
-class Tool(Part):
+class Tool(RequestPart):
     type: Literal["function"]
     function: NamedFunction
 
@@ -182,7 +182,7 @@ def check_body(kind: type[Completion], body: dict[str, Any], *, seeds: bool, voc
         )
 
 
-def check_length(body: dict[str, Any], tokenizer: Any, context: int | None) -> None:
+def check_prompt(body: dict[str, Any], tokenizer: Any, context: int | None) -> None:
     """Raises HTTPException 400 for a prompt that cannot fit into the context, before it is tokenised.
 
     Other requests wait while a prompt is tokenised. A token of the vocabulary has the most characters that

@@ -42,7 +42,7 @@ from drot.serving.requests import (
     Chat,
     Completion,
     check_body,
-    check_length,
+    check_prompt,
 )
 from drot.serving.stops import before_stop
 
@@ -51,7 +51,7 @@ GRACE, LAST_WORDS = 5, 1
 #: between these, transformers writes what went wrong in a stream, which may be no JSON
 STREAM_ERROR, STREAM_ERROR_END = 'data: {"error": "', '"}\n\n'
 #: position of the GenerationConfig in the arguments with which transformers' handlers answer
-CONFIG = 5
+CONFIG_ARGUMENT = 5
 
 
 class _OneModel:
@@ -68,7 +68,7 @@ class _OneModel:
         name, _, tokenizer = self.served
         if body.get("model") not in (None, name):
             raise HTTPException(404, _no_other(name, body["model"]))
-        check_length(body, tokenizer, self.engine.context)
+        check_prompt(body, tokenizer, self.engine.context)
         vocabulary = self.served[1].config.get_text_config().vocab_size
         check_body(self.kind, body, seeds=self.engine.batch is None, vocabulary=vocabulary)
         if body.get("tool_choice") == "none":
@@ -171,7 +171,7 @@ class _Chat(_OneModel, ChatCompletionHandler):
         """Cuts the message before a stop: for some models, transformers reads it from the tokens again, and
         strips the white space in which the stop may have ended."""
         response = await super()._non_streaming(*request, **options)
-        if not (stops := stops_of(request[CONFIG])):
+        if not (stops := stops_of(request[CONFIG_ARGUMENT])):
             return response
         answer = json.loads(bytes(response.body))
         choice = answer["choices"][0]

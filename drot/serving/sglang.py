@@ -25,8 +25,8 @@ def register() -> None:
     try:
         from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
-        from drot.serving.sglang_linear import DrotQuantization
+        from drot.serving.sglang_linear import SglangQuantization
     except Exception as error:  # SGLang would log a traceback
         warn_of_engine("SGLang", TESTED, error)
         return
-    QUANTIZATION_METHODS[QUANT_METHOD] = DrotQuantization
+    QUANTIZATION_METHODS[QUANT_METHOD] = SglangQuantization

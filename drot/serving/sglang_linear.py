@@ -19,7 +19,7 @@ from drot.serving.packed_linear import PackedConfig, PackedLinearMethod
 from drot.serving.requirements import check_family
 
 #: the families with which the tests have run
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: A linear of SGLang → the linears of the checkpoint that it stacks. SGLang's classes of models do not all
 #: have such a mapping.
 STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -27,13 +27,13 @@ STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pr
 ADDED = ("packed_modules_mapping", "hf_config")
 
 
-class DrotQuantization(PackedConfig, QuantizationConfig):
+class SglangQuantization(PackedConfig, QuantizationConfig):
     """`quantization_config` of a packed checkpoint without rotations in its layers. `drot` holds its keys."""
 
     engine = "SGLang"
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "DrotQuantization":
+    def from_config(cls, config: dict[str, Any]) -> "SglangQuantization":
         """config: the keys, with those that SGLang adds.
 
         Raises UserError for a key or value that this version of drot does not know, for another family and
@@ -45,7 +45,7 @@ class DrotQuantization(PackedConfig, QuantizationConfig):
                 "drot's plugin for SGLang has no rotations, and the layers of this checkpoint hold some: "
                 "serve it by vLLM or `drot serve`, or prune with the rotation stock or none"
             )
-        check_family(cls.engine, FAMILIES, config["hf_config"].model_type)
+        check_family(cls.engine, SERVED_FAMILIES, config["hf_config"].model_type)
         return cls(held)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
@@ -56,13 +56,13 @@ class DrotQuantization(PackedConfig, QuantizationConfig):
         if not isinstance(layer, LinearBase):
             return None
         parts = self.parts_of(prefix, STACKED)
-        return DrotLinearMethod(prefix, parts) if parts else UnquantizedLinearMethod()
+        return SglangLinearMethod(prefix, parts) if parts else UnquantizedLinearMethod()
 
     def get_scaled_act_names(self) -> list[str]:
         return []
 
 
-class DrotLinearMethod(PackedLinearMethod, LinearMethodBase):
+class SglangLinearMethod(PackedLinearMethod, LinearMethodBase):
     """parts: the names in the checkpoint of the linears that `prefix` stacks, or of the one that it is."""
 
     parameter = ModelWeightParameter

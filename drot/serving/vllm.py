@@ -3,7 +3,7 @@
 | what vLLM must learn                          | how                                           |
 |-----------------------------------------------|-----------------------------------------------|
 | `quant_method` drot, the packed linears       | register_quantization_config (vllm_linear.py) |
-| layers that hold Q or R3, of `FAMILIES`       | ModelRegistry (vllm_models.py)                |
+| layers that hold Q or R3, of SERVED_FAMILIES  | ModelRegistry (vllm_models.py)                |
 | the family's config, with these architectures | AutoConfig.register (here)                    |
 
 Without the plugin, vLLM refuses such a checkpoint: no class of vLLM or transformers has its `model_type`. The
@@ -23,7 +23,7 @@ from drot.serving.requirements import check_family, warn_of_engine
 #: the version with which the tests have run
 TESTED = "0.32.0"
 #: `model_type` of a family → its architecture in vLLM
-FAMILIES = {
+SERVED_FAMILIES = {
     "llama": "DrotLlamaForCausalLM",
     "mistral": "DrotMistralForCausalLM",
     "qwen2": "DrotQwen2ForCausalLM",
@@ -42,8 +42,8 @@ class EngineConfig(StoredConfig):
         """
         found = super().from_dict(config_dict, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with return_unused_kwargs
-        check_family("vLLM", FAMILIES, config.model_type)
-        config.architectures = [FAMILIES[config.model_type]]
+        check_family("vLLM", SERVED_FAMILIES, config.model_type)
+        config.architectures = [SERVED_FAMILIES[config.model_type]]
         return found
 
 
@@ -60,7 +60,7 @@ def register() -> None:
         import drot.serving.vllm_linear
         import drot.serving.vllm_models  # noqa: F401
 
-        for architecture in FAMILIES.values():
+        for architecture in SERVED_FAMILIES.values():
             if architecture not in ModelRegistry.get_supported_archs():
                 ModelRegistry.register_model(architecture, f"drot.serving.vllm_models:{architecture}")
     except Exception as error:  # it would end vLLM, also for the models of others

@@ -19,7 +19,7 @@ from drot.serving.packed_linear import PackedConfig, PackedLinearMethod
 
 
 @register_quantization_config(QUANT_METHOD)
-class DrotQuantization(PackedConfig, QuantizationConfig):
+class VllmQuantization(PackedConfig, QuantizationConfig):
     """`quantization_config` of a checkpoint that drot wrote, for vLLM. `drot` holds its keys.
 
     It says which linears are packed. The rotations are those of the model (drot/serving/vllm_models.py).
@@ -28,7 +28,7 @@ class DrotQuantization(PackedConfig, QuantizationConfig):
     engine = "vLLM"
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "DrotQuantization":
+    def from_config(cls, config: dict[str, Any]) -> "VllmQuantization":
         """Raises UserError for a key or value that this version of drot does not know."""
         return cls(DrotConfig(**config))
 
@@ -40,11 +40,11 @@ class DrotQuantization(PackedConfig, QuantizationConfig):
         if not isinstance(layer, LinearBase):
             return None
         packed = self.parts_of(prefix, self.packed_modules_mapping)
-        return DrotLinearMethod(prefix) if packed else UnquantizedLinearMethod()
+        return VllmLinearMethod(prefix) if packed else UnquantizedLinearMethod()
 
 
 @register_weight_loader_v2_supported_method
-class DrotLinearMethod(PackedLinearMethod, LinearMethodBase):
+class VllmLinearMethod(PackedLinearMethod, LinearMethodBase):
     parameter = ModelWeightParameter
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:

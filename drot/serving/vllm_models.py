@@ -35,7 +35,7 @@ from drot.model.mixins import mix
 SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families
 
 
-class RotatedMLP:
+class VllmRotatedMLP:
     """Mixin in front of vLLM's class of gated MLPs, for an MLP that holds R3."""
 
     gate_up_proj: nn.Module
@@ -50,7 +50,7 @@ class RotatedMLP:
         return output
 
 
-class RotatedLayer:
+class VllmRotatedLayer:
     """Mixin in front of vLLM's class of decoder layers, for a layer that holds Q."""
 
     boundary_place: BoundaryPlace
@@ -75,7 +75,7 @@ def add_boundary_rotation(layer: Any, place: BoundaryPlace, size: int) -> None:
     """Adds an uninitialised Q [size, size] to a decoder layer. Its weight is Qᵀ, on each rank the whole.
 
     Raises UserError for a layer whose forward vLLM has replaced, as it does to offload the layer's weights:
-    the forward of RotatedLayer would not be called.
+    the forward of VllmRotatedLayer would not be called.
     """
     if "forward" in vars(layer):
         raise UserError(
@@ -85,7 +85,7 @@ def add_boundary_rotation(layer: Any, place: BoundaryPlace, size: int) -> None:
     rotation = ReplicatedLinear(size, size, bias=False, return_bias=False)
     setattr(layer, ROTATION_MODULE, rotation)
     layer.boundary_place = place
-    mix(layer, RotatedLayer)
+    mix(layer, VllmRotatedLayer)
 
 
 def add_down_rotation(mlp: Any, width: int, size: int) -> None:
@@ -111,10 +111,10 @@ def add_down_rotation(mlp: Any, width: int, size: int) -> None:
 
     rotation.weight.weight_loader = load  # type: ignore[attr-defined]
     setattr(mlp, DOWN_ROTATION, rotation)
-    mix(mlp, RotatedMLP)
+    mix(mlp, VllmRotatedMLP)
 
 
-class DrotModel:
+class VllmDrotModel:
     """Mixin in front of a model of vLLM, whose decoder layers hold what the checkpoint says."""
 
     model: Any
@@ -174,17 +174,17 @@ class DrotModel:
                 yield stored.get(stock, stock)
 
 
-class DrotLlamaForCausalLM(DrotModel, LlamaForCausalLM):
+class DrotLlamaForCausalLM(VllmDrotModel, LlamaForCausalLM):
     pass
 
 
-class DrotMistralForCausalLM(DrotModel, MistralForCausalLM):
+class DrotMistralForCausalLM(VllmDrotModel, MistralForCausalLM):
     pass
 
 
-class DrotQwen2ForCausalLM(DrotModel, Qwen2ForCausalLM):
+class DrotQwen2ForCausalLM(VllmDrotModel, Qwen2ForCausalLM):
     pass
 
 
-class DrotQwen3ForCausalLM(DrotModel, Qwen3ForCausalLM):
+class DrotQwen3ForCausalLM(VllmDrotModel, Qwen3ForCausalLM):
     pass

@@ -12,7 +12,7 @@ from drot.machine.devices import check_gpu, is_gpu
 from drot.ops import pack24, sparse24_compress, sparse24_linear, unpack24
 
 #: the dtypes that packed weights can have
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PACKABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: for whoever trains a packed model, or adds adapters to it
 NOT_TRAINABLE = "packed weights cannot be trained: call dequantize() of the model first"
 
@@ -95,7 +95,7 @@ class SparseLinear(PackedWeight):
         self.keeps_compressed, self.compressed = True, None
         if is_gpu(self.values.device):
             check_gpu(self.values.device, kernels=True)
-            if self.values.dtype in DTYPES:  # not after `.double()`, before the next cast
+            if self.values.dtype in PACKABLE_DTYPES:  # not after `.double()`, before the next cast
                 compressed = sparse24_compress(self.values, self.positions)
                 self.compressed = compressed if compressed.numel() else None
 

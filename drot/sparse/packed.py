@@ -27,20 +27,20 @@ from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 from drot.sparse.experts import SparseExperts
 from drot.sparse.fused import unfuse
-from drot.sparse.linear import DTYPES, SparseLinear, is_packed, packed_linears, packed_weights
+from drot.sparse.linear import PACKABLE_DTYPES, SparseLinear, is_packed, packed_linears, packed_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: the sparsity that can be packed
-PACKED = Sparsity.parse("2:4")
+PACKABLE = Sparsity.parse("2:4")
 
 
 def check_format(format: str, pruning: PruningConfig | None = None) -> None:
     """Raises UserError for an unknown `format`, and for packed if no sparsity of `pruning` is 2:4."""
     if format not in typing.get_args(WeightFormat):
         raise UserError(f"`format` must be one of {', '.join(typing.get_args(WeightFormat))}; got {format!r}")
-    if format == "packed" and pruning is not None and PACKED not in pruning.sparsities:
+    if format == "packed" and pruning is not None and PACKABLE not in pruning.sparsities:
         got = ", ".join(map(str, pruning.sparsities))
         raise UserError(f'`format="packed"` needs `sparsity="2:4"`; got {got}')
 
@@ -55,7 +55,7 @@ def dense_linears(config: Any, pruning: PruningConfig) -> list[str]:
         for linears in by_module(family.linears):
             names = [family.full_name(index, linear) for linear in linears]
             count += len(names)
-            if any(pruning.sparsity_for(name) != PACKED for name in names):
+            if any(pruning.sparsity_for(name) != PACKABLE for name in names):
                 dense += names
     if len(dense) == count:
         raise UserError(
@@ -85,7 +85,7 @@ def check_packable(model: "PreTrainedModel", dense: Collection[str] = ()) -> Non
             raise UserError(
                 f'{name}: the packed format needs a multiple of 8 inputs, got {inputs}: use `format="dense"`'
             )
-        if linear.weight.dtype not in DTYPES:
+        if linear.weight.dtype not in PACKABLE_DTYPES:
             raise UserError(
                 f"{name}: the packed format needs bfloat16, float16 or float32, "
                 f"got {dtype_name(linear.weight.dtype)}: choose another `dtype`"

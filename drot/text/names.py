@@ -23,7 +23,7 @@ DATASET = re.compile(r"(?P<path>\w[\w.-]*/[\w.-]+)((:(?P<name>[\w.-]+))?:(?P<spl
 #: Split → the sources on the hub that have it. `train` is for calibration, `test` for evaluation.
 SPLITS = {"train": ("c4", "wikitext2"), "test": ("wikitext2",)}
 #: the source that is a text of the model itself, which the caller has in a file (drot/pipeline/own_text.py)
-OWN = "own"
+OWN_SOURCE = "own"
 #: Split → the argument by which a caller names its source, for error messages.
 ARGUMENT = {"train": "source", "test": "ppl"}
 
@@ -31,7 +31,7 @@ ARGUMENT = {"train": "source", "test": "ppl"}
 def check_sources(source: str) -> None:
     """Raises UserError if one of the texts of a calibration is a file that does not exist. Reads nothing."""
     for text, _ in texts_of(source):
-        if text != OWN:
+        if text != OWN_SOURCE:
             check_text(text, "train")
 
 
@@ -43,7 +43,7 @@ def check_text(source: str, split: str) -> None:
 
 def are_files(source: str) -> bool:
     """Whether all texts of a calibration are local files."""
-    return all(text != OWN and hub_arguments(text, "train") is None for text, _ in texts_of(source))
+    return all(text != OWN_SOURCE and hub_arguments(text, "train") is None for text, _ in texts_of(source))
 
 
 def hub_arguments(source: str, split: str) -> dict[str, Any] | None:

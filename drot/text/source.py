@@ -17,7 +17,7 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
 from drot.text.files import LARGE, LargeText, author, file_rows
 from drot.text.mixture import sequences_of
-from drot.text.names import ARGUMENT, OWN, hub_arguments, local_file
+from drot.text.names import ARGUMENT, OWN_SOURCE, hub_arguments, local_file
 from drot.text.rows import SEPARATOR, SURROGATE, texts
 
 logger = logging.getLogger("drot")
@@ -55,7 +55,7 @@ def load_calibration(
     parts = []
     for source, count in sequences_of(settings.source, settings.nsamples).items():
         of_text = dataclasses.replace(settings, source=source, nsamples=count)
-        if (file := own if source == OWN else _sampled(source)) is not None:
+        if (file := own if source == OWN_SOURCE else _sampled(source)) is not None:
             parts.append(_of_own_text(file, of_text, tokenizer, progress, behind))
         else:
             parts.append(_sequences(of_text, tokenizer, progress, behind))

@@ -13,7 +13,7 @@ from runs import assert_same_weights, interrupted, one_shot, prune, saved_tensor
 from safetensors.torch import load_file, save_file
 from small_checkpoints import change_json
 from small_models import random_tokens, save_small_model, small_model
-from small_whole import save_small_whole
+from small_multimodal import save_small_multimodal
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 import drot
@@ -214,7 +214,7 @@ WRITES = re.compile(r"projector\.linear_2|merger\.linear_fc2|merger_list\.\d+\.l
 )
 def test_a_model_that_reads_images_too(model_type, images, tmp_path):
     """Those published by Mistral leave the part for images as it is; it becomes dense in any case."""
-    folder = save_small_whole(tmp_path / "model", model_type, dtype="bfloat16")
+    folder = save_small_multimodal(tmp_path / "model", model_type, dtype="bfloat16")
     shutil.copytree(folder, tmp_path / "dense")
     weights = quantise_files(folder, images=images)
     assert any("projector" in name or "visual" in name for name in weights) == images
@@ -242,10 +242,10 @@ def test_a_model_that_reads_images_too(model_type, images, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True])
-def test_it_can_be_made_dense_without_pruning(whole, tmp_path):
-    if whole:
-        folder = save_small_whole(tmp_path / "model", "mistral3", dtype="bfloat16")
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_it_can_be_made_dense_without_pruning(multimodal, tmp_path):
+    if multimodal:
+        folder = save_small_multimodal(tmp_path / "model", "mistral3", dtype="bfloat16")
     else:
         folder = save_small_model(small_model("llama").bfloat16(), tmp_path / "model")
     weights = quantise_files(folder)

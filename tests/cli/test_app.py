@@ -25,7 +25,7 @@ from drot.cli.prune import FIRST
 from drot.config import QUALITIES, Method
 from drot.config.rotation import FAST_STEPS
 from drot.evaluation.variants import SHAPES
-from drot.machine.devices import DTYPES
+from drot.machine.devices import DTYPES_BY_NAME
 
 PACKAGE = Path(drot.__file__).resolve().parent
 
@@ -117,7 +117,7 @@ def test_values_in_help_texts_are_those_of_the_program():
     assert f"fast also sets --steps to {layer}, and to {shared} with stock and light." in help
     shapes = {option.name: option for option in imported("bench").params}["shape"]
     assert shapes.metavar == f"[{'|'.join(SHAPES)}]"
-    assert f"[{'|'.join(['auto', *DTYPES])}]" == ANY_DTYPE
+    assert f"[{'|'.join(['auto', *DTYPES_BY_NAME])}]" == ANY_DTYPE
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 import drot
 from drot.checkpoint.manifest import write_manifest
-from drot.checkpoint.opening import load_whole_config
+from drot.checkpoint.opening import load_outer_config
 from drot.checkpoint.stored_config import write_stored_form
 from drot.cli import app as cli
 from drot.config import Recipe
@@ -82,8 +82,8 @@ def test_a_family_whose_layers_have_widths_of_their_own(tmp_path, capsys):
 def test_a_model_that_reads_images_too(tmp_path, capsys):
     text = shown(capsys, with_config(tmp_path / "known", "mistral3"))
     assert "language model of type mistral; the rest is kept as it is supported yes, like Mistral" in text
-    text = shown(capsys, with_config(tmp_path / "unknown", "aya_vision"))
-    assert "language model cohere2 supported no" in text
+    text = shown(capsys, with_config(tmp_path / "unknown", "llava_next"))
+    assert "language model llama supported no" in text
 
 
 def test_prune_names_the_command(tmp_path, capsys):
@@ -125,8 +125,8 @@ def test_a_checkpoint_of_drot_without_its_manifest(entry, tmp_path, capsys, monk
     write_stored_form(tmp_path / "config.json")
     line = refused(capsys, "info", str(tmp_path))
     assert f"{tmp_path} was pruned by drot, but its drot.json is missing: copy it again" in line
-    config = load_whole_config(str(tmp_path))
-    monkeypatch.setattr("drot.checkpoint.describe.load_whole_config", lambda name: config)
+    config = load_outer_config(str(tmp_path))
+    monkeypatch.setattr("drot.checkpoint.describe.load_outer_config", lambda name: config)
     monkeypatch.setattr("drot.checkpoint.source.model_folder", lambda name: tmp_path)
     assert "org/pruned was pruned by drot, but its drot.json is" in refused(capsys, "info", "org/pruned")
 

@@ -7,7 +7,7 @@ from small_models import random_tokens, small_model
 from drot.config import CalibrationConfig, FinetuneConfig
 from drot.core.errors import UserError
 from drot.finetuning.adapter import MaskedLora, add_adapter, merge_adapter
-from drot.finetuning.masks import KeepMask, choose_full, pruned_linears, removed_weights, round_weights
+from drot.finetuning.masks import KeepMask, choose_full, pruned_linears, removed_weights, round_trained
 from drot.finetuning.text import split_text
 from drot.model.decoder import DecoderModel
 
@@ -145,13 +145,13 @@ def test_rounding_keeps_the_zeros():
     row, column = (linear.weight != 0).nonzero()[0].tolist()
     linear.weight.data[row, column] = 1e-9
     zeros = removed_weights(model)
-    round_weights(model, zeros, torch.float16)
+    round_trained(model, zeros, torch.float16)
     assert all(torch.equal(zeros[name], module.weight == 0) for name, module in pruned_linears(model))
     assert linear.weight[row, column] == torch.finfo(torch.float16).tiny
     assert all(torch.equal(p, p.half().float()) for p in model.parameters())
     linear.weight.data[zeros["layer 0, q_proj"]] = 1.0
     with pytest.raises(RuntimeError, match="layer 0, q_proj: a removed weight is no longer 0"):
-        round_weights(model, zeros, torch.float16)
+        round_trained(model, zeros, torch.float16)
 
 
 class Letters:

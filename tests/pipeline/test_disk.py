@@ -9,10 +9,10 @@ import pytest
 import torch
 from runs import TOKENS, interrupted, one_shot, prune
 from small_models import is_available, save_small_model, small_model
-from small_whole import WHOLE, save_small_whole
+from small_multimodal import MULTIMODAL_MODELS, save_small_multimodal
 
 import drot
-from drot.checkpoint.size import size_text, weight_bytes
+from drot.checkpoint.disk_space import size_text, weight_file_bytes
 from drot.checkpoint.source import header_bytes
 from drot.core.errors import UserError
 from drot.pipeline import prune as pipeline
@@ -70,22 +70,25 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
     ((checkpoint, beside, before),) = needs
     # a family has a few buffers too, and the files have headers, in which the records of the layers lie
     headers = sum(len(header_bytes(file)) for file in out.glob("*.safetensors"))
-    assert 0 <= weight_bytes(out) - headers - checkpoint < 500
+    assert 0 <= weight_file_bytes(out) - headers - checkpoint < 500
     assert 0 <= sum(sizes) - beside < 30_000 and before == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "mode"),
-    [("qwen3_vl", "none"), *((name, "layer") for name, (text, _) in WHOLE.items() if is_available(text))],
+    [
+        ("qwen3_vl", "none"),
+        *((name, "layer") for name, (text, _) in MULTIMODAL_MODELS.items() if is_available(text)),
+    ],
 )
 def test_what_reads_images_counts_too(needs, tmp_path, model_type, mode):
     """In its own dtype, but for the linears that write images into the stream, which R1 rotates."""
-    source, out = save_small_whole(tmp_path / "source", model_type), tmp_path / "out"
+    source, out = save_small_multimodal(tmp_path / "source", model_type), tmp_path / "out"
     prune(source, recipe(mode), out=out, save_dtype="bfloat16")
     ((checkpoint, _, _),) = needs
     headers = sum(len(header_bytes(file)) for file in out.glob("*.safetensors"))
-    assert 0 <= weight_bytes(out) - headers - checkpoint < 500
+    assert 0 <= weight_file_bytes(out) - headers - checkpoint < 500
     assert run_needs(source, recipe(mode), device="cpu", save_dtype="bfloat16").checkpoint == checkpoint
 
 
@@ -150,7 +153,7 @@ def test_sizes_have_units():
         "2.5 GB",
         "1200.0 GB",
     ]
-    assert weight_bytes("some-org/some-model") is None
+    assert weight_file_bytes("some-org/some-model") is None
 
 
 def test_files_beside_the_weights_are_no_part_of_their_size(tmp_path):
@@ -158,7 +161,7 @@ def test_files_beside_the_weights_are_no_part_of_their_size(tmp_path):
     prune(chosen=recipe(), out=tmp_path / "out", save_rotations_to=tmp_path / "out" / "rotations.safetensors")
     (tmp_path / "out" / "consolidated.safetensors").write_bytes(bytes(1000))
     weights = sum(file.stat().st_size for file in (tmp_path / "out").glob("model-*.safetensors"))
-    assert weight_bytes(tmp_path / "out") == weights > 0
+    assert weight_file_bytes(tmp_path / "out") == weights > 0
 
 
 def test_a_result_is_shown_in_one_line(tmp_path):

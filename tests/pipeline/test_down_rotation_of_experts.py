@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.convert import convert
-from drot.checkpoint.size import weight_bytes
+from drot.checkpoint.disk_space import weight_file_bytes
 from drot.config import resolve
 from drot.core.errors import UserError
 from drot.model.boundary import down_rotations, remove_down_rotation
@@ -247,7 +247,7 @@ def test_the_tensors_of_a_checkpoint(tmp_path):
     model = small_model("mixtral")
     resolved = resolve(with_r3(), device="cpu", positions=128)
     needed, _ = disk_needs(sizes_of(DecoderModel(model), *TOKENS.shape), resolved, torch.float32)
-    assert weight_bytes(tmp_path / "out") - 10_000 < needed <= weight_bytes(tmp_path / "out")
+    assert weight_file_bytes(tmp_path / "out") - 10_000 < needed <= weight_file_bytes(tmp_path / "out")
 
 
 def test_the_importance_of_each_down_proj_falls():

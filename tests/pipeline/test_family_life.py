@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.disk_space import weight_file_bytes
 from drot.checkpoint.manifest import read_manifest
-from drot.checkpoint.size import weight_bytes
 from drot.checkpoint.tables import facts
 from drot.cli import app as cli
 from drot.model.decoder import DecoderModel
@@ -87,7 +87,7 @@ def test_a_fused_module_with_a_dense_slice_stays_dense(tmp_path):
     torch.testing.assert_close(opened(TOKENS).logits, result.model(TOKENS).logits, rtol=1e-5, atol=1e-5)
     sizes = sizes_of(DecoderModel(small_model("phi3")), *TOKENS.shape)
     estimated, _ = disk_needs(sizes, result.manifest.recipe, torch.float32)
-    assert 0 <= weight_bytes(out) - estimated < 6000  # the headers
+    assert 0 <= weight_file_bytes(out) - estimated < 6000  # the headers
     shares = {name: linear.sparsity for name, linear in read_manifest(out).layers[1].linears.items()}
     assert (shares["q_proj"], shares["k_proj"], shares["gate_proj"]) == (0.5, 0, 0.5)
 

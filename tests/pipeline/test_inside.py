@@ -19,8 +19,8 @@ from small_models import INSIDE, random_tokens, relative_error, save_small_model
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.disk_space import weight_file_bytes
 from drot.checkpoint.rotations import open_rotations
-from drot.checkpoint.size import weight_bytes
 from drot.config import Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
@@ -217,7 +217,7 @@ def test_the_estimate_of_the_disk(tmp_path):
             result.manifest.recipe,
             torch.float32,
         )
-        assert 0 <= weight_bytes(out) - estimated < 8000  # the headers
+        assert 0 <= weight_file_bytes(out) - estimated < 8000  # the headers
 
 
 def test_an_artifact_makes_the_checkpoint_again(tmp_path):

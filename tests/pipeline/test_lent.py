@@ -22,7 +22,7 @@ from small_models import (
     save_small_model,
     small_model,
 )
-from small_whole import save_small_whole
+from small_multimodal import save_small_multimodal
 from transformers import AutoModelForCausalLM
 
 import drot
@@ -86,12 +86,12 @@ def test_layers_that_borrow_what_none_lends_are_refused(count):
         family_of(config)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_files_may_hold_what_the_last_layers_do_not_read(whole, tmp_path):
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_files_may_hold_what_the_last_layers_do_not_read(multimodal, tmp_path):
     """As the published files: keys and values of their own of the layers that borrow them."""
     folder = tmp_path / "source"
-    if whole:
-        save_small_whole(folder, "gemma4-lends")
+    if multimodal:
+        save_small_multimodal(folder, "gemma4-lends")
     else:
         save_small_model(small_model(FAMILY), folder)
     logits = drot.load(folder, device="cpu")(TOKENS).logits

@@ -16,7 +16,7 @@ import drot
 from drot.checkpoint.convert import convert
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig, matches
 from drot.model.families import linear_names
-from drot.sparse.packed import PACKED, unpack_model
+from drot.sparse.packed import PACKABLE, unpack_model
 
 pytestmark = pytest.mark.slow
 #: of several choices, the first is that of the first example
@@ -141,7 +141,7 @@ def test_a_packed_checkpoint_is_the_model_in_memory(settings, recipe):
     tokens = tokens_for(settings)
     exact = settings["dtype"] == torch.float32
     # `keep` and `sparsity_of` together may leave nothing to pack, which is refused
-    assume(any(recipe.pruning.sparsity_for(name) == PACKED for name in named_linears(build(settings))))
+    assume(any(recipe.pruning.sparsity_for(name) == PACKABLE for name in named_linears(build(settings))))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = prune(settings, recipe, out=folder / "packed", format="packed").model

@@ -74,7 +74,7 @@ def test_vllm_computes_the_logits_of_drot(checkpoints, results, name, ranks):
     for found in results[ranks]:
         found = found[name]
         assert isinstance(found, dict), found
-        assert found["architecture"] == plugin.FAMILIES[SERVED[name][0]]
+        assert found["architecture"] == plugin.SERVED_FAMILIES[SERVED[name][0]]
         assert found["quantization"] == "drot" and found["traced"]
         torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
 

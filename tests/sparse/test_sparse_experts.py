@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.disk_space import weight_file_bytes
 from drot.checkpoint.manifest import read_manifest
-from drot.checkpoint.quantization_config import describe
-from drot.checkpoint.size import weight_bytes
+from drot.checkpoint.quantization_config import drot_config_of_modules
 from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.evaluation.speed import measure_speed
@@ -77,10 +77,10 @@ def test_packing_and_back(family):
             fuse(packed)
         assert relative_error(packed(tokens).logits, dense(tokens).logits) < TOLERANCE[torch.float32]
     assert torch.equal(packed.generate(tokens, **OPTIONS), dense.generate(tokens, **OPTIONS))
-    assert describe(packed).to_dict() == {"quant_method": "drot", "packed": True}
+    assert drot_config_of_modules(packed).to_dict() == {"quant_method": "drot", "packed": True}
     again = copy.deepcopy(packed)
     unpack_model(again)
-    assert not is_packed(again) and describe(again) is None
+    assert not is_packed(again) and drot_config_of_modules(again) is None
     assert_same_weights(again, dense)
     assert torch.equal(again(tokens).logits, dense(tokens).logits)
     for one, other in zip(again.modules(), dense.modules(), strict=True):
@@ -175,7 +175,7 @@ def test_the_files_of_a_packed_mixture(family, tmp_path):
     assert_same_weights(opened.dequantize(), AutoModelForCausalLM.from_pretrained(dense))
     sizes = sizes_of(DecoderModel(small_model(family)), *TOKENS.shape)
     estimated, _ = disk_needs(sizes, result.manifest.recipe, torch.float32)
-    assert 0 <= weight_bytes(out) - estimated < 12_000  # the headers
+    assert 0 <= weight_file_bytes(out) - estimated < 12_000  # the headers
 
 
 @pytest.mark.parametrize("family", KINDS)

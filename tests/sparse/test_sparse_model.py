@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import drot
 from drot.checkpoint.hf_model import as_drot_model
-from drot.checkpoint.quantization_config import describe
+from drot.checkpoint.quantization_config import drot_config_of_modules
 from drot.core.errors import UserError
 from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.model.boundary import rotation_place
@@ -149,7 +149,11 @@ def test_packing_and_back_loses_nothing(family, dtype):
     size = sum(linear.weight.nbytes for linear in named_linears(model).values())
     pack_model(model)
     assert is_packed(model)
-    assert describe(model).to_dict() == {"quant_method": "drot", "boundary": "input", "packed": True}
+    assert drot_config_of_modules(model).to_dict() == {
+        "quant_method": "drot",
+        "boundary": "input",
+        "packed": True,
+    }
     share = {torch.float32: 17 / 32}.get(dtype, 9 / 16)
     held = sum(linear.values.nbytes + linear.positions.nbytes for _, linear in packed_linears(model))
     assert held == share * size
@@ -173,7 +177,7 @@ def test_a_model_without_rotations_is_stock_again():
     model = pruned_model("llama", rotated=False)
     pack_model(model)
     unpack_model(model)
-    assert describe(model) is None
+    assert drot_config_of_modules(model) is None
 
 
 @pytest.mark.parametrize("family", ["llama-biased", "qwen3"])

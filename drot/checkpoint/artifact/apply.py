@@ -9,7 +9,13 @@ import torch
 from drot.checkpoint.artifact.coding import decode
 from drot.checkpoint.artifact.container import Reader
 from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
-from drot.checkpoint.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
+from drot.checkpoint.artifact.tensors import (
+    CODED_DTYPES,
+    at_positions,
+    holds_weights,
+    names_of_weight,
+    numbered,
+)
 from drot.checkpoint.save import check_output
 from drot.checkpoint.source import tensors_of
 from drot.core.checks import is_a, is_callable
@@ -92,7 +98,7 @@ def write_checkpoint(reader: Reader, source: DecoderModel, folder: Path, progres
     bases = Bases(index.boundary, len(source.layers), index.layers_per_rotation or 1)
     found = predictions(source, rotations, bases)
     for prediction in reported(found, "apply", config.num_hidden_layers, progress):
-        if names := stored_names(prediction.name, stored):
+        if names := names_of_weight(prediction.name, stored):
             _write_tensor(reader, prediction, names, stored)
     for name, record in index.files.items():
         if problem := damage(folder / name, record):
@@ -123,7 +129,7 @@ def _write_tensor(
             file, dtype, shape, offset = stored[weight]
             # `unsure` is the largest: two numbers of 8 bytes for each weight
             parts = reader.parts(member, ("mask", "difference", "unsure"), 16 * rows.numel())
-            values = decode(parts, rows, tolerance, DTYPES[dtype]).contiguous()
+            values = decode(parts, rows, tolerance, CODED_DTYPES[dtype]).contiguous()
             row_bytes = values.nbytes // len(values)
             _write_at(file, offset + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
         except UserError:

@@ -30,8 +30,8 @@ from drot.core.reading import Entries, check_regular, check_schema, parse_json
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 
-FORMAT_VERSION = 1
-INDEX = "artifact.json"
+ARTIFACT_VERSION = 1
+ARTIFACT_INDEX = "artifact.json"
 #: A few compressed bytes can stand for any number. Texts and headers have at most this many bytes for each
 #: compressed byte, beyond SMALL bytes; of all other members the reader knows the size.
 INFLATION, SMALL = 100, 2**16
@@ -93,13 +93,13 @@ class Reader(zipfile.ZipFile):
         self._names = frozenset(self.namelist())
         if len(self._names) < len(self.namelist()):
             raise self.damaged("a member stands twice")
-        if INDEX not in self._names:
-            raise UserError(f"{path} is no artifact of drot (it holds no {INDEX})")
-        where = f"{path}: {INDEX}"
-        data = parse_json(self.content(INDEX), where)
-        if (version := data.get("format_version")) != FORMAT_VERSION:
+        if ARTIFACT_INDEX not in self._names:
+            raise UserError(f"{path} is no artifact of drot (it holds no {ARTIFACT_INDEX})")
+        where = f"{path}: {ARTIFACT_INDEX}"
+        data = parse_json(self.content(ARTIFACT_INDEX), where)
+        if (version := data.get("format_version")) != ARTIFACT_VERSION:
             raise UserError(
-                f"{path} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: update drot"
+                f"{path} must be of format_version {ARTIFACT_VERSION}, got {shortened(version)}: update drot"
             )
         self.index = check_schema(ArtifactIndex, data, where)
 

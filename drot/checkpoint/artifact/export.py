@@ -14,22 +14,22 @@ from torch import Tensor
 
 from drot.checkpoint.artifact.apply import write_checkpoint
 from drot.checkpoint.artifact.coding import encode
-from drot.checkpoint.artifact.container import FORMAT_VERSION, INDEX, Reader, Writer
+from drot.checkpoint.artifact.container import ARTIFACT_INDEX, ARTIFACT_VERSION, Reader, Writer
 from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
 from drot.checkpoint.artifact.rotations import rotations_in
 from drot.checkpoint.artifact.tensors import (
-    DTYPES,
+    CODED_DTYPES,
     at_positions,
     holds_rotations,
     holds_weights,
+    names_of_weight,
     numbered,
     read_dense,
-    stored_names,
 )
 from drot.checkpoint.card import CARD
 from drot.checkpoint.importance import IMPORTANCE_MAPS
 from drot.checkpoint.integrity import (
-    check_config,
+    check_config_file,
     files_in,
     folder_records,
     is_loaded,
@@ -111,7 +111,7 @@ def export_artifact(
         raise UserError(f"{out} exists: name another `out` or remove it")
     check_writable(out)
     files = _files(folder, manifest)
-    check_config(folder)  # the others are compared while they are read, which takes longer
+    check_config_file(folder)  # the others are compared while they are read, which takes longer
     name = manifest.dense_model(model)
     source = open_source(name)
     held, layers = drot_config_of(load_config(folder)), len(source.layers)
@@ -122,7 +122,7 @@ def export_artifact(
     known = {name: record for name, record in manifest.files.items() if is_loaded(name)}
     records = folder_records(folder, files, known=known)
     index = {
-        "format_version": FORMAT_VERSION,
+        "format_version": ARTIFACT_VERSION,
         "versions": versions(),
         "model": name,
         "model_sha256": parts_digest(source.parts_of_state()),
@@ -145,7 +145,7 @@ def export_artifact(
                 writer.add_rotations(given.values())
             tensors = reported(predictions(source, given, bases), "export", len(source.layers), progress)
             tolerances = _add_all(writer, tensors, stored)
-            writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
+            writer.add(ARTIFACT_INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
         # makes the checkpoint once; raises UserError if a hash differs
         with tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made, Reader(part) as reader:
             write_checkpoint(reader, source, Path(made) / out.name, progress)
@@ -227,7 +227,7 @@ def _add_all(
     """
     left, tolerances = set(stored), dict[str, float]()
     for prediction in found:
-        if names := stored_names(prediction.name, stored):
+        if names := names_of_weight(prediction.name, stored):
             left -= set(names)
             tolerances[prediction.name] = prediction.tolerance
             _add(writer, prediction, names, stored)
@@ -246,8 +246,8 @@ def _add(
     """Adds the parts of one tensor. names: of the checkpoint's tensors that they stand for."""
     weight, positions = names
     path, dtype = stored[weight]
-    if dtype not in DTYPES:
-        raise UserError(f"{path}: {weight} must be of dtype {', '.join(DTYPES)}, got {dtype}")
+    if dtype not in CODED_DTYPES:
+        raise UserError(f"{path}: {weight} must be of dtype {', '.join(CODED_DTYPES)}, got {dtype}")
     changed = total = 0.0
     try:
         with safe_open(path, framework="pt") as handle:

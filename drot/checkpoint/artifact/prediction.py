@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.offload import open_skeleton
-from drot.checkpoint.opening import load_config, refuse_whole
+from drot.checkpoint.opening import load_config, refuse_multimodal
 from drot.checkpoint.quantization_config import quantization_config_of
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
@@ -54,7 +54,7 @@ def open_source(name: str | Path) -> DecoderModel:
     """
     if quantization_config_of(load_config(name)):
         raise UserError(f"{name} is quantised, packed or rotated: name the dense `model`")
-    refuse_whole(name, "share the checkpoint, no artifact can hold it")
+    refuse_multimodal(name, "share the checkpoint, no artifact can hold it")
     if family_of(load_config(name)).experts is not None:
         raise UserError(f"{name} is a mixture of experts, which no artifact can hold: share the checkpoint")
     model, weights, _ = open_skeleton(name)

@@ -15,7 +15,7 @@ from drot.core.errors import UserError
 from drot.ops import unpack24
 
 #: dtypes of weights in a safetensors file
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+CODED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 #: the name of a tensor in a file of rotations
 ROTATION = re.compile(r"layers\.\d+\.r[123]")
 #: bit positions of the four 2-bit positions in a byte (drot/ops/pack24.py)
@@ -34,7 +34,7 @@ def holds_rotations(file: Path) -> bool:
     return all(ROTATION.fullmatch(name) for name in read_headers([file]))
 
 
-def stored_names(name: str, stored: Any) -> tuple[str, str | None] | None:
+def names_of_weight(name: str, stored: Any) -> tuple[str, str | None] | None:
     """The tensors of a checkpoint that hold the weight `name`: a weight, or values and positions.
 
     stored: the names of the checkpoint's tensors. None if the checkpoint does not hold the weight, as a tied
@@ -51,7 +51,7 @@ def read_dense(name: str, stored: Mapping[str, tuple[Path, str]]) -> Tensor:
 
     stored: name of a tensor of the checkpoint → its file and its dtype.
     """
-    names = stored_names(name, stored)
+    names = names_of_weight(name, stored)
     if names is None:
         raise UserError(f"the checkpoint holds no {name}: name a folder that drot prune wrote")
     found = []

@@ -16,7 +16,13 @@ from small_models import (
     save_small_model,
     small_model,
 )
-from small_whole import WHOLE, hold_experts_together, image_and_text, save_small_whole, small_whole
+from small_multimodal import (
+    MULTIMODAL_MODELS,
+    hold_experts_together,
+    image_and_text,
+    save_small_multimodal,
+    small_multimodal,
+)
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import drot
@@ -26,7 +32,7 @@ from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES
-from drot.model.whole import PROJECTORS, language_config
+from drot.model.multimodal import PROJECTORS, language_config
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +40,7 @@ pytestmark = pytest.mark.slow
 NOTHING = dict(sparsity=0.0, method="wanda", objective="entropy")
 TYPES = [
     name
-    for name, (text, _) in WHOLE.items()
+    for name, (text, _) in MULTIMODAL_MODELS.items()
     if is_available(text) and name.partition("-")[0] in CONFIG_MAPPING
 ]
 
@@ -69,7 +75,7 @@ def raw(folder):
 )
 def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_path):
     """The logits behind an image stay: the projector writes in the rotated basis."""
-    source = save_small_whole(tmp_path / "source", model_type, tie_word_embeddings=tied)
+    source = save_small_multimodal(tmp_path / "source", model_type, tie_word_embeddings=tied)
     inputs = image_and_text(model_type)
     expected = logits(source, inputs)
     other = inputs | {"pixel_values": -inputs["pixel_values"]}
@@ -85,7 +91,7 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
     rotated = {name for name in beside(before) if before[name] != after[name]}
     writes = {name for name in before if any(part in name for part in PROJECTORS)}
     writes |= {name for name in before if "deepstack_merger_list" in name and "linear_fc2" in name}
-    rotates = mode != "none" and FAMILIES[WHOLE[model_type][0].partition("-")[0]].rotates_stream
+    rotates = mode != "none" and FAMILIES[MULTIMODAL_MODELS[model_type][0].partition("-")[0]].rotates_stream
     assert rotated == (writes if rotates else set())
     config = json.loads((source / "config.json").read_text())
     found = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -98,21 +104,23 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
 def test_a_longer_context_is_that_of_the_whole_model(model_type, tmp_path):
     """Its rotary frequencies are scaled by YaRN, and the language model alone scales them too."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    source = save_small_whole(tmp_path / "source", model_type, rope_parameters=rope)
+    source = save_small_multimodal(tmp_path / "source", model_type, rope_parameters=rope)
     loaded, tokens = drot.load(source, device="cpu"), random_tokens(2, 30, vocab=90)
     expected = logits(source, {"input_ids": tokens})
     assert relative_error(loaded(tokens).logits, expected) < 1e-5
-    plain = save_small_whole(tmp_path / "plain", model_type)
+    plain = save_small_multimodal(tmp_path / "plain", model_type)
     assert relative_error(logits(plain, {"input_ids": tokens}), expected) > 0.01
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_experts_lie_together_or_each_by_itself_as_in_the_source(whole, tmp_path):
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_experts_lie_together_or_each_by_itself_as_in_the_source(multimodal, tmp_path):
     """Qwen3.5 MoE is published with the experts of a layer in one tensor, others with each by itself."""
-    model_type = "qwen3_5_moe" if whole else "qwen3_moe"
+    model_type = "qwen3_5_moe" if multimodal else "qwen3_moe"
     folders = [tmp_path / "apart", tmp_path / "together"]
     for folder in folders:
-        model = small_whole(model_type) if whole else small_model(model_type, moe_intermediate_size=16)
+        model = (
+            small_multimodal(model_type) if multimodal else small_model(model_type, moe_intermediate_size=16)
+        )
         model.save_pretrained(folder)
         letter_tokenizer().save_pretrained(folder)
     hold_experts_together(folders[1], model)
@@ -126,14 +134,14 @@ def test_experts_lie_together_or_each_by_itself_as_in_the_source(whole, tmp_path
     for made in ("pruned", "packed"):
         found = [drot.load(tmp_path / f"{folder.name}-{made}", device="cpu") for folder in folders]
         assert torch.equal(found[0](tokens).logits, found[1](tokens).logits)
-    if not whole:  # transformers opens both forms
+    if not multimodal:  # transformers opens both forms
         found = [AutoModelForCausalLM.from_pretrained(tmp_path / f"{one.name}-pruned") for one in folders]
         assert torch.equal(found[0](tokens).logits, found[1](tokens).logits)
 
 
 def test_forms_of_experts_that_transformers_does_not_read_are_refused(tmp_path):
     """It opens the experts of a Qwen3-VL only together, and those of a Qwen3 only as [experts, out, in]."""
-    source = save_small_whole(tmp_path / "vl", "qwen3_vl_moe")
+    source = save_small_multimodal(tmp_path / "vl", "qwen3_vl_moe")
     tensors = load_file(source / "model.safetensors")
     for name in [name for name in tensors if ".mlp.experts." in name]:
         of_all, prefix = tensors.pop(name).mT, name.rpartition(".")[0]
@@ -212,7 +220,7 @@ def test_zeros_are_counted_where_experts_lie_together(family, format, tmp_path):
 
 @pytest.mark.parametrize("boundary", ["input", "residual"])
 def test_images_behind_layers_come_in_the_basis_of_their_place(boundary, tmp_path):
-    source, inputs = save_small_whole(tmp_path / "source", "qwen3_vl"), image_and_text("qwen3_vl")
+    source, inputs = save_small_multimodal(tmp_path / "source", "qwen3_vl"), image_and_text("qwen3_vl")
     prune(source, one_shot(boundary=boundary, **NOTHING), out=tmp_path / "out")
     assert relative_error(logits(tmp_path / "out", inputs), logits(source, inputs)) < 1e-5
 
@@ -220,7 +228,7 @@ def test_images_behind_layers_come_in_the_basis_of_their_place(boundary, tmp_pat
 @pytest.mark.parametrize("model_type", TYPES)
 def test_pruned_and_packed(model_type, tmp_path):
     """The dense and the packed checkpoint compute the same behind an image; half of the weights are zero."""
-    source, inputs = save_small_whole(tmp_path / "source", model_type), image_and_text(model_type)
+    source, inputs = save_small_multimodal(tmp_path / "source", model_type), image_and_text(model_type)
     result = prune(source, one_shot("layer"), out=tmp_path / "dense")
     assert result.manifest.sparsity == pytest.approx(0.5, abs=0.01)
     assert sum(float((each == 0).sum()) for each in saved_tensors(tmp_path / "dense").values()) > 0
@@ -240,14 +248,14 @@ def test_pruned_and_packed(model_type, tmp_path):
 
 def test_a_class_for_text_alone_is_refused(tmp_path):
     """transformers takes the language model of some types alone, by other names than those of the files."""
-    source = save_small_whole(tmp_path / "source", "qwen3_5")
+    source = save_small_multimodal(tmp_path / "source", "qwen3_5")
     prune(source, one_shot("layer"), out=tmp_path / "out")
     with pytest.raises(UserError, match="use AutoModelForImageTextToText, or drot.load"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_what_is_copied_is_not_told_as_rounded(tmp_path, caplog):
-    source = save_small_whole(tmp_path / "source", "mistral3")
+    source = save_small_multimodal(tmp_path / "source", "mistral3")
     tensors = load_file(source / "model.safetensors")
     tensors = {name: each if "vision" in name else each.bfloat16() for name, each in tensors.items()}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
@@ -262,7 +270,7 @@ def test_what_is_copied_is_not_told_as_rounded(tmp_path, caplog):
 def test_tensors_for_multi_token_prediction_are_left_out(tmp_path, caplog):
     """They read the embedding and the stream, which R1 rotates. Qwen3.5 is published with them."""
     model_type = "qwen3_5"
-    source = save_small_whole(tmp_path / "source", model_type, mtp_num_hidden_layers=1)
+    source = save_small_multimodal(tmp_path / "source", model_type, mtp_num_hidden_layers=1)
     held = load_file(source / "model.safetensors")
     more = {"mtp.fc.weight": torch.ones(32, 64), "mtp.layers.0.mlp.up_proj.weight": torch.ones(4, 32)}
     save_file(held | more, source / "model.safetensors", {"format": "pt"})
@@ -280,7 +288,7 @@ def test_tensors_for_multi_token_prediction_are_left_out(tmp_path, caplog):
 
 def test_bfloat16_is_kept_byte_for_byte(tmp_path):
     """Computed in fp32, saved in bf16: a NaN of the vision tower, which no product would keep, stays too."""
-    source = save_small_whole(tmp_path / "source", "gemma3")
+    source = save_small_multimodal(tmp_path / "source", "gemma3")
     tensors = {name: each.bfloat16() for name, each in load_file(source / "model.safetensors").items()}
     name = next(name for name in tensors if "vision" in name)
     tensors[name].view(-1)[0] = torch.nan
@@ -296,7 +304,7 @@ def test_bfloat16_is_kept_byte_for_byte(tmp_path):
 
 def test_a_projector_that_nothing_rotates_is_never_read(tmp_path):
     """Computed in fp32 and saved in bf16, as a model in bf16 is on a CPU."""
-    source = save_small_whole(tmp_path / "source", "mistral3")
+    source = save_small_multimodal(tmp_path / "source", "mistral3")
     prune(source, one_shot("none"), out=tmp_path / "out", save_dtype="bfloat16")
     before, after = raw(source), raw(tmp_path / "out")
     assert all(before[name] == after[name] for name in beside(before))
@@ -307,7 +315,7 @@ def test_a_projector_that_nothing_rotates_is_never_read(tmp_path):
 
 def test_old_names_and_shards_are_read(tmp_path):
     """Files of other versions of transformers: the same model under other names gives the same bytes."""
-    source = save_small_whole(tmp_path / "source", "mistral3")
+    source = save_small_multimodal(tmp_path / "source", "mistral3")
     held = load_file(source / "model.safetensors")
     if any(name.startswith("model.language_model.model.") for name in held):
         pytest.skip("the installed transformers, as 5.4, has a naming of its own")
@@ -322,7 +330,7 @@ def test_old_names_and_shards_are_read(tmp_path):
             name = f"model.{name}"
         renamed[name] = tensor
     assert renamed.keys() != held.keys()
-    other = save_small_whole(tmp_path / "other", "mistral3")
+    other = save_small_multimodal(tmp_path / "other", "mistral3")
     (other / "model.safetensors").unlink()
     names, weight_map = sorted(renamed), {}
     for part, chosen in enumerate((names[::2], names[1::2])):
@@ -341,7 +349,7 @@ def test_old_names_and_shards_are_read(tmp_path):
 
 
 def test_a_run_is_resumed_to_the_same_bytes(tmp_path):
-    source = save_small_whole(tmp_path / "source", "mistral3")
+    source = save_small_multimodal(tmp_path / "source", "mistral3")
     prune(source, out=tmp_path / "whole")
     interrupted(source, out=tmp_path / "out")
     prune(source, out=tmp_path / "out", resume=True)
@@ -352,7 +360,7 @@ def test_a_run_is_resumed_to_the_same_bytes(tmp_path):
 def test_the_commands(tmp_path, capsys):
     """prune, info, eval, convert and chat's loader know the checkpoint; finetune and export refuse it."""
     source, out, text = (
-        save_small_whole(tmp_path / "source", "mistral3"),
+        save_small_multimodal(tmp_path / "source", "mistral3"),
         tmp_path / "out",
         tmp_path / "text.txt",
     )
@@ -378,7 +386,7 @@ def test_the_commands(tmp_path, capsys):
 
 
 def test_what_cannot_be_had_is_refused(tmp_path):
-    source, out = save_small_whole(tmp_path / "source", "mistral3"), tmp_path / "out"
+    source, out = save_small_multimodal(tmp_path / "source", "mistral3"), tmp_path / "out"
     prune(source, one_shot("layer"), out=out)
     opened = AutoModelForImageTextToText.from_pretrained(out)
     with pytest.raises(UserError, match="saves no loaded model that reads images too"):
@@ -407,7 +415,7 @@ def test_a_model_of_text_that_transformers_opens_only_with_images(tmp_path):
 
 
 def test_entries_that_glm_4_would_have_other_defaults_for():
-    config = small_whole("glm4v").config
+    config = small_multimodal("glm4v").config
     for entry in ("head_dim", "partial_rotary_factor"):
         vars(config.text_config).pop(entry, None)
         config.text_config.rope_parameters.pop(entry, None)

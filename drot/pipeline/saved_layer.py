@@ -21,7 +21,7 @@ from drot.sparse.packed import pack_layer
 
 
 @torch.no_grad()
-def round_weights(layer: DecoderLayer, dtype: torch.dtype, leave: Collection[str] = ()) -> None:
+def round_layer(layer: DecoderLayer, dtype: torch.dtype, leave: Collection[str] = ()) -> None:
     """Rounds the tensors of a layer as a checkpoint of `dtype` does, in place. They keep their own dtype.
 
     Raises UserError for a value that `dtype` cannot hold.

@@ -8,7 +8,7 @@ from drot.checkpoint.integrity import is_loaded
 from drot.core.errors import UserError
 
 
-def weight_bytes(folder: str | Path) -> int | None:
+def weight_file_bytes(folder: str | Path) -> int | None:
     """The bytes of the safetensors files in `folder` from which a model is loaded.
 
     None if it is no local folder, or has none.

@@ -18,7 +18,7 @@ from drot.core.errors import UserError
 from drot.model.families import FAMILIES
 
 #: `model_type` of a model that reads images too → published models
-WHOLE_MODELS = {
+MULTIMODAL = {
     "aya_vision": "Aya Vision",
     "cohere2_vision": "Command A Vision",
     "exaone4_5": "EXAONE 4.5",
@@ -62,8 +62,8 @@ PROJECTORS = (
 LATER_PROJECTORS = re.compile(r"(.*visual\.deepstack_merger_list\.(\d+)\.linear_fc2\.)weight")
 #: the name of the list of these linears in a language model that drot opens to prune it
 WRITERS = "image_writers"
-#: type of the language model of a whole model → the model that computes the same for text, where the three
-#: positions of a token are the same
+#: type of the language model of a model that reads images too → the model that computes the same for text,
+#: where the three positions of a token are the same
 TEXT_TYPES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -72,8 +72,9 @@ TEXT_TYPES = {
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
 }
-#: whole model → how its published files hold the experts of a layer (`EXPERTS_IN_FILES`); others together
-EXPERTS_OF_WHOLE = {
+#: a model that reads images too → how its published files hold the experts of a layer (`EXPERTS_IN_FILES`);
+#: others together
+EXPERTS_OF_MULTIMODAL = {
     "qwen3_vl_moe": "swapped",
     **dict.fromkeys(("glm4v_moe", "internvl", "lfm2_vl"), "apart"),
 }
@@ -122,7 +123,7 @@ class StoredNames:
 
 def experts_in_files(model_type: str | None) -> str:
     """How the published files of a model hold its experts (`EXPERTS_IN_FILES`)."""
-    return EXPERTS_OF_WHOLE.get(model_type, "together") if model_type in WHOLE_MODELS else "apart"
+    return EXPERTS_OF_MULTIMODAL.get(model_type, "together") if model_type in MULTIMODAL else "apart"
 
 
 def prepare(model: Any, names: StoredNames, layers: str, shapes: Mapping[str, Iterable[int]]) -> None:
@@ -172,16 +173,16 @@ def register(config: Any) -> None:
         transformers.AutoModelForCausalLM.register(type(config), getattr(transformers, name), exist_ok=True)
 
 
-def language_config(whole: Any) -> Any:
-    """The config of the language model of a model with config `whole`, as a causal language model.
+def language_config(outer: Any) -> Any:
+    """The config of the language model of a model with config `outer`, as a causal language model.
 
-    Of a model that reads text alone, and of another that drot does not know, it is `whole` itself. From here
+    Of a model that reads text alone, and of another that drot does not know, it is `outer` itself. From here
     on, transformers' AutoModelForCausalLM knows the language model.
     """
-    text = whole.get_text_config()
+    text = outer.get_text_config()
     register(text)
-    if whole.model_type not in WHOLE_MODELS:
-        return whole
+    if outer.model_type not in MULTIMODAL:
+        return outer
     text = copy.deepcopy(text)
     if text.model_type in TEXT_TYPES:
         entries = {name: value for name, value in text.to_dict().items() if name != "model_type"}
@@ -193,8 +194,8 @@ def language_config(whole: Any) -> Any:
             entries.setdefault("head_dim", text.hidden_size // text.num_attention_heads)
         entries["rope_parameters"] = rope
         text = transformers.AutoConfig.for_model(TEXT_TYPES[text.model_type], **entries)
-    text.tie_word_embeddings = whole.tie_word_embeddings
-    text.dtype = whole.dtype if whole.dtype is not None else text.dtype
-    if (entry := getattr(whole, "quantization_config", None)) is not None:
+    text.tie_word_embeddings = outer.tie_word_embeddings
+    text.dtype = outer.dtype if outer.dtype is not None else text.dtype
+    if (entry := getattr(outer, "quantization_config", None)) is not None:
         text.quantization_config = entry
     return text

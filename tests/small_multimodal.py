@@ -27,7 +27,7 @@ SMALL_IMAGE = dict(image_size=8, patch_size=4)
 #: the token that stands for a part of an image
 IMAGE = 95
 #: model that reads images → its language model in small_models, and the entries of its config
-WHOLE = {
+MULTIMODAL_MODELS = {
     "mistral3": ("ministral3", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
     "internvl": (
         "qwen3",
@@ -133,9 +133,9 @@ WHOLE = {
 }
 
 
-def small_whole(model_type: str, **changes: Any) -> Any:
+def small_multimodal(model_type: str, **changes: Any) -> Any:
     """A random model that reads images too. changes: of the config of its language model."""
-    text_type, entries = WHOLE[model_type]
+    text_type, entries = MULTIMODAL_MODELS[model_type]
     text = small_model(text_type).config.to_dict() | changes
     if model_type == "glm4v_moe":
         text["use_qk_norm"] = False  # it has none
@@ -166,9 +166,9 @@ def small_whole(model_type: str, **changes: Any) -> Any:
     return model
 
 
-def save_small_whole(folder: Path, model_type: str, **changes: Any) -> Path:
+def save_small_multimodal(folder: Path, model_type: str, **changes: Any) -> Path:
     """Writes a random model that reads images too to `folder`, with a tokenizer and a file of a processor."""
-    model = small_whole(model_type, **changes)
+    model = small_multimodal(model_type, **changes)
     model.save_pretrained(folder)
     if model_type in ("qwen3_5_moe", "qwen3_vl_moe"):
         hold_experts_together(folder, model, swapped=model_type == "qwen3_vl_moe")

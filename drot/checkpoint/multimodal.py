@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drot.checkpoint.integrity import CONFIG_FILE
 from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.pieces import PieceReader
 from drot.checkpoint.quantised import Quantised, dense_headers
 from drot.checkpoint.source import (
-    CONFIG,
     DENSE_DTYPES,
     INDEX,
     PREDICTION_LAYERS,
@@ -28,7 +28,7 @@ from drot.checkpoint.source import (
     weight_files,
 )
 from drot.checkpoint.stored_config import restored, write_stored_form
-from drot.model.whole import StoredNames
+from drot.model.multimodal import StoredNames
 
 
 def kept_bytes(
@@ -50,7 +50,7 @@ def kept_bytes(
 
 
 @dataclass(frozen=True)
-class Whole:
+class MultimodalFolder:
     """The model in `folder` that reads images too, from which a language model was opened."""
 
     folder: Path
@@ -92,7 +92,7 @@ class Whole:
         part = file.with_suffix(".part")
         save_file(tensors, part, {"format": "pt"})
         part.replace(file)
-        self._write_config(out / CONFIG, config)
+        self._write_config(out / CONFIG_FILE, config)
         for pattern in SMALL_FILES:
             for small in self.folder.glob(pattern):
                 if small.name not in (INDEX, MANIFEST) and not (out / small.name).exists():
@@ -101,7 +101,7 @@ class Whole:
 
     def _write_config(self, file: Path, config: Any) -> None:
         """Writes the config of the whole model over that of its language model, which `file` holds."""
-        entries = restored(json.loads((self.folder / CONFIG).read_text(encoding="utf-8")))
+        entries = restored(json.loads((self.folder / CONFIG_FILE).read_text(encoding="utf-8")))
         written = json.loads(file.read_text(encoding="utf-8"))
         text = entries.get("text_config", {})  # Qwen2.5-VL was published without
         for part in (entries, text):
