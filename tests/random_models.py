@@ -338,6 +338,7 @@ def settings_of_models(
         "cohere2",
         "arcee",
         "apertus",
+        "apertus1p5_text",
         "youtu",
         "minicpm3",
         "deepseek_v3",
@@ -421,7 +422,7 @@ def settings_of_models(
         chosen["attention_out_bias"] = draw(st.booleans())
     if family == "starcoder2":
         chosen["norm_epsilon"] = chosen["rms_norm_eps"]
-    if family == "apertus":
+    if family in ("apertus", "apertus1p5_text"):
         chosen["hidden_act"] = draw(st.sampled_from(["xielu", "silu"]))
     if family in (
         "llama",

@@ -687,6 +687,7 @@ FAMILIES: dict[str, dict] = {
         pad_token_id=2,
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
     ),
+    "apertus1p5_text": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=False),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
     "phi3-longrope": dict(
         sliding_window=10,

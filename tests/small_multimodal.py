@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import letter_tokenizer, random_tokens, small_model
-from transformers import AutoConfig, AutoModelForImageTextToText
+from small_models import is_available, letter_tokenizer, random_tokens, small_model
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+
+from drot.model.families import FAMILIES
 
 PIXTRAL = dict(model_type="pixtral", image_size=56, patch_size=14, hidden_size=16, intermediate_size=16)
 PIXTRAL |= dict(num_hidden_layers=1, num_attention_heads=2, head_dim=8)
@@ -56,6 +58,19 @@ MULTIMODAL_MODELS = {
         ),
     ),
     "llava": ("llama", dict(vision_config=CLIP, image_token_index=IMAGE, vision_feature_layer=-1)),
+    "apertus1p5": (
+        "apertus1p5_text",
+        dict(
+            vision_config=dict(codebook_size=16, embed_dim=8, latent_channels=8, base_channels=32)
+            | dict(channel_multiplier=[1, 1], num_res_blocks=1, attn_resolutions=[], resolution=4),
+            audio_config=dict(num_filters=4, hidden_size=8, codebook_size=16, codebook_dim=8)
+            | dict(model_type="wavtokenizer_encoder", num_lstm_layers=1),
+            image_token_id=IMAGE,
+            audio_token_id=94,
+            image_token_offset=60,
+            audio_token_offset=76,
+        ),
+    ),
     "aya_vision": (
         "cohere2",
         dict(vision_config=SIGLIP | dict(model_type="siglip_vision_model"), image_token_index=IMAGE),
@@ -133,6 +148,20 @@ MULTIMODAL_MODELS = {
 }
 
 
+#: those that transformers has
+AVAILABLE = [
+    name
+    for name, (text, _) in MULTIMODAL_MODELS.items()
+    if is_available(text) and name.partition("-")[0] in CONFIG_MAPPING
+]
+
+
+def rotations_of(model_type: str) -> dict[str, Any]:
+    """Settings of a recipe for a model whose layers may take no R3."""
+    family = FAMILIES[MULTIMODAL_MODELS[model_type][0].partition("-")[0]]
+    return {} if family.takes("r3") else {"down_rotation": "none"}
+
+
 def small_multimodal(model_type: str, **changes: Any) -> Any:
     """A random model that reads images too. changes: of the config of its language model."""
     text_type, entries = MULTIMODAL_MODELS[model_type]
@@ -199,6 +228,10 @@ def image_and_text(model_type: str) -> dict[str, torch.Tensor]:
     if model_type in sizes:
         pixels = torch.randn(1, 3, sizes[model_type], sizes[model_type], generator=random)
         return {"input_ids": tokens, "pixel_values": pixels}
+    if model_type == "apertus1p5":
+        tokens[0, 5:9] = IMAGE
+        pixels = torch.randn(1, 3, 4, 4, generator=random)
+        return {"input_ids": tokens, "pixel_values": pixels, "image_sizes": torch.tensor([[4, 4]])}
     if model_type in ("idefics3", "smolvlm"):
         return {"input_ids": tokens, "pixel_values": torch.randn(1, 1, 3, 8, 8, generator=random)}
     if model_type == "lfm2_vl":

@@ -17,7 +17,7 @@ from drot.machine.devices import is_gpu
 from drot.machine.transfer import empty_on_host, on_device
 from drot.model.decoder import DecoderModel
 from drot.model.layer import Weights
-from drot.model.sizes import check_seqlen
+from drot.model.sizes import check_seqlen, vocabulary_of
 from drot.sparse.fused import fused_layer
 from drot.sparse.linear import is_packed
 
@@ -62,9 +62,9 @@ def check_windows(tokens: Tensor, config: Any, seqlen: int) -> None:
     check_seqlen(seqlen, config)
     if len(tokens) < seqlen:
         raise UserError(f"the text has {len(tokens)} tokens, but one window needs {seqlen}: lower `seqlen`")
-    if int(tokens.max()) >= config.vocab_size:
+    if int(tokens.max()) >= (vocabulary := vocabulary_of(config)):
         raise UserError(
-            f"token ids must be below {config.vocab_size}, the model's vocabulary; got {int(tokens.max())}: "
+            f"token ids must be below {vocabulary}, the model's vocabulary; got {int(tokens.max())}: "
             "the folder holds the tokenizer of another model; copy the right one"
         )
 
@@ -100,14 +100,14 @@ def predict(
     if stream_to is not None:
         decoder = DecoderModel(model, weights=weights)
         logits_of = _streamed(decoder, windows, stream_to, progress)
-        return Predictions(windows, config.vocab_size, logits_of, stream_to)
+        return Predictions(windows, vocabulary_of(config), logits_of, stream_to)
 
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:
         out: Tensor = model(windows[batch].to(home), use_cache=False).logits
         return out
 
-    return Predictions(windows, config.vocab_size, logits, home)
+    return Predictions(windows, vocabulary_of(config), logits, home)
 
 
 @torch.no_grad()

@@ -73,7 +73,8 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
         held = DrotConfig(boundary=rotation.boundary, down_rotation=rotation.down_block)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
+    small = {"vocab_size": 8, "output_vocab_size": None, "pad_token_id": None}
+    config.update({"num_hidden_layers": 1} | small)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
     dense = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval().requires_grad_(False)

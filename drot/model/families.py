@@ -30,6 +30,12 @@ from drot.model.family import Family, LinearSpec
 from drot.model.mixtures import MIXTURES
 from drot.model.sizes import Width, absent_widths, check_lending, experts_of, layer_kind, widths_of
 
+APERTUS = replace(
+    with_norms(without_gate(LLAMA), "attention_layernorm", "feedforward_layernorm"),
+    models="Apertus",
+    untouched=(*LLAMA.untouched, "mlp.act_fn"),
+)
+
 #: `model_type` of a config.json → family
 FAMILIES = {
     "llama": LLAMA,
@@ -126,11 +132,8 @@ FAMILIES = {
         required=(("attention_bias", True), ("mlp_bias", True)),
     ),
     "arcee": replace(without_gate(LLAMA), models="AFM-4.5B"),
-    "apertus": replace(
-        with_norms(without_gate(LLAMA), "attention_layernorm", "feedforward_layernorm"),
-        models="Apertus",
-        untouched=(*LLAMA.untouched, "mlp.act_fn"),
-    ),
+    "apertus": APERTUS,
+    "apertus1p5_text": replace(APERTUS, models="Apertus 1.5"),
     "qwen3_5_text": replace(
         hybrid(LLAMA, {"in_proj_qkv": "linear_qkv", "in_proj_z": "linear_value"}, ("in_proj_b", "in_proj_a")),
         models="Qwen3.5",

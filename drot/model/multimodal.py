@@ -19,6 +19,7 @@ from drot.model.families import FAMILIES
 
 #: `model_type` of a model that reads images too → published models
 MULTIMODAL = {
+    "apertus1p5": "Apertus 1.5",
     "aya_vision": "Aya Vision",
     "cohere2_vision": "Command A Vision",
     "exaone4_5": "EXAONE 4.5",
@@ -58,6 +59,8 @@ PROJECTORS = (
     *("multi_modal_projector.linear_2.", "vision_projection.linear_2.", "modality_projection.proj."),
     *("visual.merger.mlp.2.", "visual.merger.linear_fc2.", "visual.merger.down_proj."),
 )
+#: the language models that read images as tokens, so that the embedding writes them
+READ_AS_TOKENS = ("apertus1p5_text",)
 #: the linears that write them behind layer 0, 1 and so on, with the number of the layer
 LATER_PROJECTORS = re.compile(r"(.*visual\.deepstack_merger_list\.(\d+)\.linear_fc2\.)weight")
 #: the name of the list of these linears in a language model that drot opens to prune it
@@ -154,7 +157,7 @@ def stored_names(names: Iterable[str], model_type: str) -> StoredNames:
         name.removesuffix("weight") for name in names for each in PROJECTORS if name.endswith(f"{each}weight")
     }
     writers: list[str] = []
-    if FAMILIES[model_type].rotates_stream:
+    if FAMILIES[model_type].rotates_stream and model_type not in READ_AS_TOKENS:
         if len(projectors) != 1:
             raise UserError(
                 f"the files must hold one of {', '.join(each + 'weight' for each in PROJECTORS)}, which "

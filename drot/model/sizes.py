@@ -309,6 +309,11 @@ def check_down_block(size: int, *widths: int) -> None:
         raise UserError(f"`down_rotation` must divide the {which}; got {size}: use {near}")
 
 
+def vocabulary_of(config: Any) -> int:
+    """The number of tokens that a model can predict. It may read more: those of images and sounds."""
+    return getattr(config, "output_vocab_size", None) or int(config.vocab_size)
+
+
 def positions_of(config: Any) -> int | None:
     """The most tokens that a model of `config` reads in one sequence; None if the config names no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)

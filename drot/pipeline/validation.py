@@ -14,7 +14,7 @@ from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import down_widths, family_of, linear_names, linear_shapes
-from drot.model.sizes import check_down_block, check_seqlen, experts_of
+from drot.model.sizes import check_down_block, check_seqlen, experts_of, vocabulary_of
 from drot.sparse.packed import dense_linears
 
 #: width of a linear's inputs → what it is in a model's config
@@ -173,9 +173,9 @@ def check_tokens(tokens: Tensor, config: Any) -> None:
     """Raises UserError for token ids outside of the model's vocabulary and for too long sequences."""
     if not len(tokens):
         return  # a run that needs no calibration
-    if int(tokens.max()) >= config.vocab_size or int(tokens.min()) < 0:
+    if int(tokens.max()) >= (vocabulary := vocabulary_of(config)) or int(tokens.min()) < 0:
         raise UserError(
-            f"calibration token ids must be in [0, {config.vocab_size}), the model's vocabulary, "
+            f"calibration token ids must be in [0, {vocabulary}), the model's vocabulary, "
             f"got {int(tokens.min())} to {int(tokens.max())}: use the model's tokenizer"
         )
     check_seqlen(tokens.shape[1], config)

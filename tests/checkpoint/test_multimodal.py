@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from runs import interrupted, one_shot, prune, saved_bytes, saved_tensors
+from runs import TOKENS, interrupted, one_shot, prune, saved_bytes, saved_tensors
 from safetensors.torch import load_file, save_file
 from small_checkpoints import change_json
 from small_models import (
-    is_available,
     letter_tokenizer,
     random_text,
     random_tokens,
@@ -17,13 +16,15 @@ from small_models import (
     small_model,
 )
 from small_multimodal import (
+    AVAILABLE,
     MULTIMODAL_MODELS,
     hold_experts_together,
     image_and_text,
+    rotations_of,
     save_small_multimodal,
     small_multimodal,
 )
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import drot
 from drot.checkpoint.convert import convert
@@ -31,6 +32,7 @@ from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
 from drot.core.errors import UserError
+from drot.evaluation.perplexity import perplexity
 from drot.model.families import FAMILIES
 from drot.model.multimodal import PROJECTORS, language_config
 
@@ -38,11 +40,6 @@ pytestmark = pytest.mark.slow
 
 #: a run that rotates and removes no weight
 NOTHING = dict(sparsity=0.0, method="wanda", objective="entropy")
-TYPES = [
-    name
-    for name, (text, _) in MULTIMODAL_MODELS.items()
-    if is_available(text) and name.partition("-")[0] in CONFIG_MAPPING
-]
 
 
 @torch.no_grad()
@@ -67,7 +64,7 @@ def raw(folder):
 @pytest.mark.parametrize(
     ("model_type", "mode", "tied"),
     [
-        *((each, mode, tied) for each in TYPES for mode, tied in (("shared", True), ("layer", False))),
+        *((each, mode, tied) for each in AVAILABLE for mode, tied in (("shared", True), ("layer", False))),
         ("mistral3", "none", False),
         ("qwen3_vl", "none", False),
         ("qwen3_vl", "layer", True),
@@ -80,7 +77,7 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
     expected = logits(source, inputs)
     other = inputs | {"pixel_values": -inputs["pixel_values"]}
     assert relative_error(logits(source, other), expected) > 0.03  # the image counts
-    result = prune(source, one_shot(mode, **NOTHING), out=tmp_path / "out")
+    result = prune(source, one_shot(mode, **rotations_of(model_type), **NOTHING), out=tmp_path / "out")
     assert relative_error(logits(tmp_path / "out", inputs), expected) < 1e-5
     assert result.manifest.stock_architecture == (mode != "layer")
     loaded, tokens = drot.load(tmp_path / "out", device="cpu"), random_tokens(2, 30, vocab=90)
@@ -88,11 +85,11 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
     assert relative_error(loaded(tokens).logits, logits(source, {"input_ids": tokens})) < 1e-5
 
     before, after = raw(source), raw(tmp_path / "out")
-    rotated = {name for name in beside(before) if before[name] != after[name]}
+    changed = {name for name in beside(before) if before[name] != after[name]}
     writes = {name for name in before if any(part in name for part in PROJECTORS)}
     writes |= {name for name in before if "deepstack_merger_list" in name and "linear_fc2" in name}
     rotates = mode != "none" and FAMILIES[MULTIMODAL_MODELS[model_type][0].partition("-")[0]].rotates_stream
-    assert rotated == (writes if rotates else set())
+    assert changed == (writes if rotates else set())
     config = json.loads((source / "config.json").read_text())
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert found["vision_config"] == config["vision_config"]
@@ -100,7 +97,7 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
     assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"size": 28}\n'
 
 
-@pytest.mark.parametrize("model_type", [name for name in ("qwen2_5_vl", "qwen3_vl") if name in TYPES])
+@pytest.mark.parametrize("model_type", [name for name in ("qwen2_5_vl", "qwen3_vl") if name in AVAILABLE])
 def test_a_longer_context_is_that_of_the_whole_model(model_type, tmp_path):
     """Its rotary frequencies are scaled by YaRN, and the language model alone scales them too."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -225,11 +222,11 @@ def test_images_behind_layers_come_in_the_basis_of_their_place(boundary, tmp_pat
     assert relative_error(logits(tmp_path / "out", inputs), logits(source, inputs)) < 1e-5
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", AVAILABLE)
 def test_pruned_and_packed(model_type, tmp_path):
     """The dense and the packed checkpoint compute the same behind an image; half of the weights are zero."""
     source, inputs = save_small_multimodal(tmp_path / "source", model_type), image_and_text(model_type)
-    result = prune(source, one_shot("layer"), out=tmp_path / "dense")
+    result = prune(source, one_shot("layer", **rotations_of(model_type)), out=tmp_path / "dense")
     assert result.manifest.sparsity == pytest.approx(0.5, abs=0.01)
     assert sum(float((each == 0).sum()) for each in saved_tensors(tmp_path / "dense").values()) > 0
     convert(tmp_path / "dense", tmp_path / "packed", "packed")
@@ -244,6 +241,24 @@ def test_pruned_and_packed(model_type, tmp_path):
     card = (tmp_path / "packed" / "README.md").read_text()
     assert "from transformers import AutoModelForImageTextToText, AutoProcessor\n" in card
     assert "pipeline_tag: image-text-to-text\n" in card and "AutoModelForCausalLM" not in card
+
+
+@pytest.mark.skipif("apertus1p5" not in AVAILABLE, reason="needs a newer transformers")
+def test_a_model_may_read_tokens_that_it_does_not_predict(tmp_path):
+    """Those of images have no row in the head of Apertus 1.5."""
+    source = save_small_multimodal(tmp_path / "source", "apertus1p5", output_vocab_size=90)
+    tokens, inputs = TOKENS % 90, image_and_text("apertus1p5")
+    chosen = one_shot("layer", **rotations_of("apertus1p5"), **NOTHING)
+    prune(source, chosen, out=tmp_path / "out", calibration=tokens)
+    assert relative_error(logits(tmp_path / "out", inputs), logits(source, inputs)) < 1e-5
+    before, after = (
+        perplexity(drot.load(folder), tokens.flatten(), seqlen=40) for folder in (source, tmp_path / "out")
+    )
+    assert after == pytest.approx(before, rel=1e-5)
+    with pytest.raises(UserError, match=r"must be in \[0, 90\), the model's vocabulary, got 0 to 95"):
+        prune(source, chosen, out=tmp_path / "other", calibration=TOKENS)
+    with pytest.raises(UserError, match="must be below 90, the model's vocabulary; got 95"):
+        perplexity(drot.load(source), TOKENS.flatten(), seqlen=40)
 
 
 def test_a_class_for_text_alone_is_refused(tmp_path):

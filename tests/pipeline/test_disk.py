@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from runs import TOKENS, interrupted, one_shot, prune
-from small_models import is_available, save_small_model, small_model
-from small_multimodal import MULTIMODAL_MODELS, save_small_multimodal
+from small_models import save_small_model, small_model
+from small_multimodal import AVAILABLE, rotations_of, save_small_multimodal
 
 import drot
 from drot.checkpoint.disk_space import size_text, weight_file_bytes
@@ -79,17 +79,18 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
     ("model_type", "mode"),
     [
         ("qwen3_vl", "none"),
-        *((name, "layer") for name, (text, _) in MULTIMODAL_MODELS.items() if is_available(text)),
+        *((name, "layer") for name in AVAILABLE),
     ],
 )
 def test_what_reads_images_counts_too(needs, tmp_path, model_type, mode):
     """In its own dtype, but for the linears that write images into the stream, which R1 rotates."""
     source, out = save_small_multimodal(tmp_path / "source", model_type), tmp_path / "out"
-    prune(source, recipe(mode), out=out, save_dtype="bfloat16")
+    chosen = recipe(mode, **rotations_of(model_type))
+    prune(source, chosen, out=out, save_dtype="bfloat16")
     ((checkpoint, _, _),) = needs
     headers = sum(len(header_bytes(file)) for file in out.glob("*.safetensors"))
     assert 0 <= weight_file_bytes(out) - headers - checkpoint < 500
-    assert run_needs(source, recipe(mode), device="cpu", save_dtype="bfloat16").checkpoint == checkpoint
+    assert run_needs(source, chosen, device="cpu", save_dtype="bfloat16").checkpoint == checkpoint
 
 
 def test_a_resumed_run_needs_less(needs, tmp_path):
