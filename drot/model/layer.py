@@ -137,6 +137,10 @@ class DecoderLayer:
         weights = [linear.weight for linear in self.linears.values()]
         return sum(int((weight == 0).sum()) for weight in weights), sum(weight.numel() for weight in weights)
 
+    @property
+    def hidden_size(self) -> int:
+        return self._widths["hidden"]
+
     def shape_of(self, spec: LinearSpec) -> tuple[int, int]:
         """The shape (out, in) of a linear by the config of the model."""
         outputs, inputs = spec.shape

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import pinned_bytes
 from drot.model.family import alike
+from drot.model.layer import DecoderLayer
 from drot.pipeline.kept_weights import TRAINED_BYTES
 from drot.pipeline.sizes import Sizes
 
@@ -46,7 +47,7 @@ def main_memory(
     from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
         the file is read, and are cast to `dtype` one after the other.
     """
-    layers = len(sizes.names)
+    layers = len(sizes.layers)
     # at the beginning and at the end no layer is in memory
     numbers = max(sizes.outside + sizes.untied_head, sizes.layer_weights)
     loaded = 0
@@ -57,10 +58,7 @@ def main_memory(
     if recipe.rotation.mode == "none":
         return count * max(needed, loaded)
     rotation, of_batch = (
-        max(
-            rotation_bytes(sizes, shapes, recipe.rotation.down_block, pinned=each)
-            for shapes in sizes.shapes_in
-        )
+        max(rotation_bytes(layer, recipe.rotation.down_block, pinned=each) for layer in sizes.layers)
         for each in (False, pinned)
     )
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
@@ -102,14 +100,15 @@ def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> i
     """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer."""
     solves = recipe.pruning.solve == "admm" or recipe.pruning.target == "dense"
     copies, pruning = COPIES_OF_SOLVERS if solves else COPIES, 0.0
-    for groups in alike(sizes.groups):
-        wide = sizes.inputs(groups[0])
-        rows = max(sizes.shapes[linear.name][0] for linear in groups[0].linears)
-        at_a_time = min(len(groups), at_once(wide))
-        hessian = at_a_time * wide if sizes.tokens else 0
-        pruning = max(pruning, (copies if hessian else 1) * 4 * wide * (hessian + at_a_time * rows))
+    for layer in sizes.layers:
+        for groups in alike(layer.groups):
+            shapes = [layer.shape_of(linear) for linear in groups[0].linears]
+            wide, rows = shapes[0][1], max(outputs for outputs, _ in shapes)
+            at_a_time = min(len(groups), at_once(wide))
+            hessian = at_a_time * wide if sizes.tokens else 0
+            pruning = max(pruning, (copies if hessian else 1) * 4 * wide * (hessian + at_a_time * rows))
     if recipe.recovery.recover == "block":
-        trained = max(training_bytes(sizes, recipe, dtype, [names]) for names in sizes.names)
+        trained = max(training_bytes([layer], recipe, dtype) for layer in sizes.layers)
         pruning = max(pruning, trained + dtype.itemsize * sizes.layer_weights)
     if recipe.rotation.mode != "none":  # the check of a rotation: a copy in fp32, three R1 in fp64
         pruning = max(pruning, 4 * sizes.layer_weights + 24 * sizes.hidden**2)
@@ -124,22 +123,16 @@ def further_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> i
     return count * sizes.seqlen * sizes.state * dtype.itemsize
 
 
-def training_bytes(
-    sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, names: Sequence[Mapping[str, str]]
-) -> int:
-    """The bytes of a training of the kept weights of layers (KeptWeights), beside the weights themselves.
-
-    names: for each layer, name of a linear → its full name, as in Sizes.
-    """
-    kept = sum(
-        math.prod(sizes.shapes[name]) * (1 - recipe.pruning.sparsity_for(full).ratio)
-        for of_layer in names
-        for name, full in of_layer.items()
-    )
-    parameters: Counter[str] = Counter()  # by their paths, with the numbers of all linears that they hold
-    for linear in {linear for group in sizes.groups for linear in group.linears}:
-        parameters[linear.path] += math.prod(sizes.shapes[linear.name])
-    largest = max(parameters.values())
+def training_bytes(layers: Sequence[DecoderLayer], recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """The bytes of a training of the kept weights of layers (KeptWeights), beside the weights themselves."""
+    kept, largest = 0.0, 0
+    for layer in layers:
+        parameters: Counter[str] = Counter()  # by their paths, with the numbers of all linears that they hold
+        for linear in layer.linears.values():
+            count = math.prod(layer.shape_of(linear.spec))
+            kept += count * (1 - recipe.pruning.sparsity_for(linear.full_name).ratio)
+            parameters[linear.spec.path] += count
+        largest = max(largest, *parameters.values())
     return round(TRAINED_BYTES * kept) + (dtype.itemsize + SELECTION_BYTES) * largest
 
 
@@ -154,14 +147,20 @@ def distillation_memory(
     keeps: whether all layers keep that, so that none is computed again.
     """
     tokens = recipe.recovery.distill_batch * sizes.seqlen
-    share = {linear.name: sizes.share(group) for group in sizes.groups for linear in group.linears}
-    sides = [sum(round(share[name] * sum(sizes.shapes[name])) for name in names) for names in sizes.names]
+    sides = [
+        sum(
+            round(sizes.share(group) * sum(layer.shape_of(linear)))
+            for group in layer.groups
+            for linear in group.linears
+        )
+        for layer in sizes.layers
+    ]
     of_layers = sum(sides) if keeps else max(sides)
-    inputs_of_layers = (len(sizes.names) + 1) * sizes.hidden + sizes.embedded + sizes.lent
+    inputs_of_layers = (len(sizes.layers) + 1) * sizes.hidden + sizes.embedded + sizes.lent
     activations = tokens * (inputs_of_layers + 2 * of_layers) * dtype.itemsize
     logits = 6 * 4 * LOGIT_TOKENS * (sizes.head // sizes.hidden)
     weights = (sizes.weights - sizes.outside + sizes.head) * dtype.itemsize
-    trained, inputs = training_bytes(sizes, recipe, dtype, sizes.names), further_bytes(sizes, recipe, dtype)
+    trained, inputs = training_bytes(sizes.layers, recipe, dtype), further_bytes(sizes, recipe, dtype)
     return weights + trained + inputs + activations + logits
 
 
@@ -184,30 +183,33 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe, ranks: int = 1) -> int
 
 def objective_bytes(sizes: Sizes, recipe: ResolvedRecipe) -> list[int]:
     """The bytes that the objective of each layer keeps: the weights, and the metrics of their inputs."""
-    blocks = {"r2": sizes.heads.head_dim, "r3": recipe.rotation.down_block or 1}
     weights = _weights_of_layers(sizes)
     metrics = [0] * len(weights)
     if recipe.pruning.method not in WITHOUT_HESSIAN:
-        blocks |= {"r1": sizes.hidden}
+        blocks = {"r1": sizes.hidden, "r2": sizes.heads.head_dim, "r3": recipe.rotation.down_block or 1}
         metrics = [
-            sum(sizes.inputs(group) * blocks.get(group.input or "", 1) for group in sizes.groups_of(names))
-            for names in sizes.names
+            sum(
+                layer.shape_of(group.linears[0])[1] * blocks.get(group.input or "", 1)
+                for group in layer.groups
+            )
+            for layer in sizes.layers
         ]
     itemsize = getattr(torch, recipe.rotation.product_dtype).itemsize
     return [itemsize * sum(both) for both in zip(weights, metrics, strict=True)]
 
 
 def _weights_of_layers(sizes: Sizes) -> list[int]:
-    return [sum(math.prod(sizes.shapes[name]) for name in names) for names in sizes.names]
+    return [
+        sum(math.prod(layer.shape_of(linear.spec)) for linear in layer.linears.values())
+        for layer in sizes.layers
+    ]
 
 
-def rotation_bytes(
-    sizes: Sizes, shapes: Mapping[str, tuple[int, int]], down_block: int | None, *, pinned: bool = False
-) -> int:
+def rotation_bytes(layer: DecoderLayer, down_block: int | None, *, pinned: bool = False) -> int:
     """The bytes of the rotation of a layer in fp64: R1, the R2 of each head of keys, and R3.
 
-    shapes: those of its linears, of `Sizes.shapes_in`. pinned: as in `state_bytes`.
+    pinned: as in `state_bytes`.
     """
-    r1, r2 = sizes.hidden**2, sizes.heads.kv_heads * sizes.heads.head_dim**2
-    parts = [8 * count for count in (r1, r2, sizes.down_inputs(shapes) * (down_block or 0))]
+    r1, r2 = layer.hidden_size**2, layer.heads.kv_heads * layer.heads.head_dim**2
+    parts = [8 * count for count in (r1, r2, layer.down_inputs() * (down_block or 0))]
     return sum(map(pinned_bytes, parts)) if pinned else sum(parts)

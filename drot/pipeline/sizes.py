@@ -1,7 +1,6 @@
 """The sizes of a model and of its calibration, from which the needs of a run follow."""
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from drot.config import ResolvedRecipe
 from drot.model.decoder import DecoderModel
 from drot.model.dtypes import stored_dtype
 from drot.model.family import InputGroup
+from drot.model.layer import DecoderLayer
 from drot.model.multimodal import WRITERS
 from drot.model.sizes import HeadShape, lends_keys, routed_share
 
@@ -21,11 +21,9 @@ from drot.model.sizes import HeadShape, lends_keys, routed_share
 class Sizes:
     """The sizes of a model and of its calibration.
 
-    groups: the input groups that occur in some layer. Groups of several layers with the same first linear
-        are one, with the linears of all of them.
-    shapes: name of a linear → its (out, in) in the layer where it has the most numbers.
-    shapes_in: for each layer, name of a linear → its (out, in) there.
-    names: for each layer, name of a linear → its full name.
+    layers: the decoder layers, which know the shapes of their linears; a run changes none of these.
+    hidden: the hidden size. heads: those of the layer with the widest attention.
+    rotates_stream: whether R1 rotates the residual stream.
     layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
         model without its layers. What writes images into the stream does not count.
     head: numbers in lm_head. tied_head: the same if it is tied to the embedding; otherwise 0.
@@ -38,11 +36,10 @@ class Sizes:
         own, and in the keys and values that layers lend.
     """
 
-    groups: Sequence[InputGroup]
-    shapes: Mapping[str, tuple[int, int]]
-    shapes_in: Sequence[Mapping[str, tuple[int, int]]]
-    names: Sequence[Mapping[str, str]]
+    layers: Sequence[DecoderLayer]
+    hidden: int
     heads: HeadShape
+    rotates_stream: bool
     layer_weights: int
     weights: int
     outside: int
@@ -70,60 +67,31 @@ class Sizes:
         return self.hidden + self.embedded + self.lent
 
     @property
-    def hidden(self) -> int:
-        return self.inputs(self.groups[0])
-
-    def inputs(self, group: InputGroup) -> int:
-        return self.shapes[group.linears[0].name][1]
-
-    @property
-    def rotates_stream(self) -> bool:
-        return any(linear.output == "r1" for group in self.groups for linear in group.linears)
-
-    @property
     def untied_head(self) -> int:
         """Numbers in lm_head if a rotation unties it; otherwise 0."""
         return self.tied_head if self.rotates_stream else 0
 
-    def down_inputs(self, shapes: Mapping[str, tuple[int, int]]) -> int:
-        """The inputs that R3 rotates in a layer. shapes: those of its linears, of `shapes_in`."""
-        of_down = (one.name for group in self.groups for one in group.linears if one.input == "r3")
-        return sum(shapes[name][1] for name in of_down if name in shapes)
-
-    def of_layer(self, index: int) -> "Sizes":
-        """The sizes with the groups of one layer alone."""
-        return dataclasses.replace(self, groups=self.groups_of(self.names[index]))
-
-    def groups_of(self, linears: Collection[str]) -> list[InputGroup]:
-        """The groups with those of their linears that are in `linears`, which some layers lack."""
-        found = (
-            dataclasses.replace(group, linears=tuple(one for one in group.linears if one.name in linears))
-            for group in self.groups
-        )
-        return [group for group in found if group.linears]
-
     def pruned(self, recipe: ResolvedRecipe) -> list[list[str]]:
         """For each layer, the names of the linears that the recipe prunes."""
+        sparsity_for = recipe.pruning.sparsity_for
         return [
-            [linear for linear, name in names.items() if recipe.pruning.sparsity_for(name).ratio > 0]
-            for names in self.names
+            [name for name, linear in layer.linears.items() if sparsity_for(linear.full_name).ratio > 0]
+            for layer in self.layers
         ]
+
+
+def groups_of(layer: DecoderLayer, linears: Collection[str]) -> list[InputGroup]:
+    """The groups of a layer with those of their linears that are in `linears`."""
+    found = (
+        dataclasses.replace(group, linears=tuple(one for one in group.linears if one.name in linears))
+        for group in layer.groups
+    )
+    return [group for group in found if group.linears]
 
 
 def sizes_of(model: DecoderModel, nsamples: int, seqlen: int, further: int | None = None) -> Sizes:
     """The sizes of a model, which may lie on the device `meta`. The numbers are those of Sizes."""
     head = model.head.weight
-    shapes: dict[str, tuple[int, int]] = {}
-    shapes_in: list[dict[str, tuple[int, int]]] = []
-    groups: dict[str, InputGroup] = {}
-    for layer in model.layers:
-        for group in layer.groups:
-            known = groups.get(first := group.linears[0].name, group)
-            linears = {one.name: one for one in (*known.linears, *group.linears)}
-            groups[first] = dataclasses.replace(known, linears=tuple(linears.values()))
-        shapes_in.append({name: layer.shape_of(linear.spec) for name, linear in layer.linears.items()})
-        for name, shape in shapes_in[-1].items():
-            shapes[name] = max(shapes.get(name, (0, 0)), shape, key=math.prod)
     of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
     whole = model.model
     named = {
@@ -133,13 +101,10 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int, further: int | Non
     }
     weights = sum(named.values())
     return Sizes(
-        groups=list(groups.values()),
-        shapes=shapes,
-        shapes_in=shapes_in,
-        names=[
-            {name: linear.full_name for name, linear in of_layer.linears.items()} for of_layer in model.layers
-        ],
+        layers=model.layers,
+        hidden=model.hidden_size,
         heads=max((layer.heads for layer in model.layers), key=lambda heads: heads.heads * heads.head_dim),
+        rotates_stream=model.family.rotates_stream,
         layer_weights=max(of_layers),
         weights=weights,
         outside=weights - sum(of_layers),

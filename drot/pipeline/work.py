@@ -16,9 +16,10 @@ import torch
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name, is_gpu
 from drot.model.family import InputGroup
+from drot.model.layer import DecoderLayer
 from drot.pipeline.batches import held_out_sequences
 from drot.pipeline.distill import HELD_OUT_SHARE
-from drot.pipeline.sizes import Sizes
+from drot.pipeline.sizes import Sizes, groups_of
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM
 from drot.rotation.importance import is_rotated
 
@@ -38,12 +39,13 @@ def run_work(
     trains: whether the rotations are trained, and not loaded from a file.
     """
     work: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    trains, layers = trains and recipe.rotation.mode != "none", sizes.pruned(recipe)
-    for index, roles in enumerate(layers):
-        of_layer = passes(sizes.of_layer(index), recipe, sizes.groups_of(roles), trains=trains)
-        for phase, amount in of_layer.items():
+    trains = trains and recipe.rotation.mode != "none"
+    layers = list(zip(sizes.layers, sizes.pruned(recipe), strict=True))
+    for layer, names in layers:
+        groups = groups_of(layer, names)
+        for phase, amount in passes(sizes, layer, recipe, groups, trains=trains).items():
             work[phase][dtype_name(dtype)] += amount
-        work["prune"]["float32"] += prune(sizes, recipe, roles)
+        work["prune"]["float32"] += prune(layer, recipe, groups)
     if trains:
         count = len(layers) if recipe.rotation.mode == "shared" else recipe.rotation.layers_per_rotation
         together = [layers[start : start + count] for start in range(0, len(layers), count)]
@@ -71,12 +73,12 @@ def measured_rate(device: torch.device, dtype: str) -> float:
 
 
 def passes(
-    sizes: Sizes, recipe: ResolvedRecipe, groups: Sequence[InputGroup], *, trains: bool
+    sizes: Sizes, layer: DecoderLayer, recipe: ResolvedRecipe, groups: Sequence[InputGroup], *, trains: bool
 ) -> dict[str, float]:
     """Phase → operations of the passes of tokens through one layer, with the Hessians of `groups`."""
     rotation, pruning, recovery = recipe.rotation, recipe.pruning, recipe.recovery
-    once, to_last = forward(sizes, sizes.nsamples), forward(sizes, sizes.nsamples, groups)
-    found = {"calibrate": once - to_last, "prune": to_last + hessians(sizes, sizes.nsamples, groups)}
+    once, to_last = forward(sizes, layer, sizes.nsamples), forward(sizes, layer, sizes.nsamples, groups)
+    found = {"calibrate": once - to_last, "prune": to_last + hessians(sizes, layer, sizes.nsamples, groups)}
     if recipe.needs_dense_states:
         found["prune"] += once
     if pruning.token_weights == "gradient":  # the layer is computed twice, and goes back once
@@ -85,44 +87,49 @@ def passes(
         if rotation.objective == "entropy":  # it needs no Hessian of inputs that are not rotated
             groups = [group for group in groups if is_rotated(group, rotation.down_block)]
         nsamples = recipe.training_nsamples(sizes.nsamples, sizes.seqlen, sizes.hidden)
-        found["calibrate"] += forward(sizes, nsamples, groups) + hessians(sizes, nsamples, groups)
+        found["calibrate"] += forward(sizes, layer, nsamples, groups)
+        found["calibrate"] += hessians(sizes, layer, nsamples, groups)
     # a backward pass takes twice the operations of a forward pass
     if recovery.recover == "block":
         trained = sizes.nsamples - held_out_sequences(sizes.nsamples)
-        found["recover"] = 3 * recovery.recover_epochs * forward(sizes, trained)
+        found["recover"] = 3 * recovery.recover_epochs * forward(sizes, layer, trained)
     if recovery.distill_epochs:
         held_out = held_out_sequences(recovery.distill_nsamples, HELD_OUT_SHARE)
         trained = recovery.distill_nsamples - held_out
-        found["distill"] = 3 * recovery.distill_epochs * forward(sizes, trained)
-        found["distill"] += 2 * forward(sizes, held_out)  # before and after
+        found["distill"] = 3 * recovery.distill_epochs * forward(sizes, layer, trained)
+        found["distill"] += 2 * forward(sizes, layer, held_out)  # before and after
     return found
 
 
-def forward(sizes: Sizes, nsamples: int, groups: Sequence[InputGroup] | None = None) -> float:
+def forward(
+    sizes: Sizes, layer: DecoderLayer, nsamples: int, groups: Sequence[InputGroup] | None = None
+) -> float:
     """A pass of sequences through a layer, or through what comes before the last of `groups`."""
-    passed, total = sizes.groups, 0.0
+    passed, total = layer.groups, 0.0
     if groups is not None:
         last = {linear.name for linear in groups[-1].linears} if groups else set()
         places = (place for place, group in enumerate(passed) if last & {one.name for one in group.linears})
         passed = passed[: next(places, 0)]
     for group in passed:
         tokens = nsamples * sizes.seqlen * sizes.share(group)
-        total += 2 * tokens * sum(math.prod(sizes.shapes[linear.name]) for linear in group.linears)
+        total += 2 * tokens * sum(math.prod(layer.shape_of(linear)) for linear in group.linears)
         if group.input == "r2":  # the scores of every pair of tokens in a sequence, and the sums of values
-            total += 4 * tokens * sizes.seqlen * sizes.heads.heads * sizes.heads.head_dim
+            total += 4 * tokens * sizes.seqlen * layer.heads.heads * layer.heads.head_dim
     return total
 
 
-def hessians(sizes: Sizes, nsamples: int, groups: Sequence[InputGroup]) -> float:
+def hessians(sizes: Sizes, layer: DecoderLayer, nsamples: int, groups: Sequence[InputGroup]) -> float:
     tokens = nsamples * sizes.seqlen
-    return sum(tokens * sizes.share(group) * sizes.inputs(group) ** 2 for group in groups)
+    return sum(tokens * sizes.share(group) * layer.shape_of(group.linears[0])[1] ** 2 for group in groups)
 
 
-def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str]]) -> float:
-    """The training of the R1 that `layers` share, each with its pruned linears."""
+def rotate(
+    sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[tuple[DecoderLayer, Collection[str]]]
+) -> float:
+    """The training of the R1 that `layers` share, each with the names of its pruned linears."""
     rotation, block = recipe.rotation, sizes.hidden // recipe.rotation.blocks
-    names = [linear.name for group in sizes.groups for linear in group.linears if "r1" in linear.rotations]
-    weights = sum(math.prod(sizes.shapes[name]) for roles in layers for name in names if name in roles)
+    specs = ((layer, layer.linears[name].spec) for layer, names in layers for name in names)
+    weights = sum(math.prod(layer.shape_of(spec)) for layer, spec in specs if "r1" in spec.rotations)
     if not weights:
         return 0.0
     # one evaluation more than there are steps; each computes the rotated weights, and the gradient in R1
@@ -132,8 +139,8 @@ def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str
     return losses + rotation.steps * products * 2 * sizes.hidden * block**2
 
 
-def prune(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str]) -> float:
-    """The pruning of a layer's linears `roles` from their Hessians."""
+def prune(layer: DecoderLayer, recipe: ResolvedRecipe, groups: Sequence[InputGroup]) -> float:
+    """The pruning of the linears of `groups` from their Hessians."""
     solver, total = recipe.pruning.solve, 0.0
     products = cubes = 0.0  # of the weights with a matrix [n, n], for n inputs; and n³
     if "sparsegpt" in (recipe.pruning.method, solver):  # the sweep; a Cholesky factor and its inverse
@@ -145,8 +152,8 @@ def prune(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str]) -> float
     if solver == "admm":  # the first gradient, and conjugate gradients for the new mask
         products += 2 + USUAL_ADMM_ITERATIONS + PCG_ITERATIONS_AFTER_ADMM
         cubes += USUAL_ADMM_ITERATIONS // ADMM_INTERVAL  # on a GPU four times as many, but in bf16
-    for group in sizes.groups_of(roles):
-        n = sizes.inputs(group)
-        rows = sum(sizes.shapes[linear.name][0] for linear in group.linears if linear.name in roles)
+    for group in groups:
+        shapes = [layer.shape_of(linear) for linear in group.linears]
+        n, rows = shapes[0][1], sum(outputs for outputs, _ in shapes)
         total += products * 2 * n**2 * rows + cubes * n**3
     return total

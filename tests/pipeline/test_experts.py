@@ -16,7 +16,7 @@ from drot.cli import app as cli
 from drot.config import Recipe
 from drot.model.decoder import DecoderModel
 from drot.pipeline.dry_run import run_needs
-from drot.pipeline.sizes import sizes_of, without_weights
+from drot.pipeline.sizes import without_weights
 
 pytestmark = pytest.mark.slow
 
@@ -252,9 +252,9 @@ def test_what_a_mixture_cannot_have_is_refused_in_one_line(tmp_path, capsys):
 def test_a_dense_layer_among_experts_is_pruned_too(tmp_path):
     """Qwen3 MoE names such layers in two ways; the estimate counts each layer by what it has."""
     model = small_model("qwen3_moe", mlp_only_layers=[1])
-    sizes = sizes_of(DecoderModel(model), *TOKENS.shape)
-    assert [len(names) for names in sizes.names] == [16, 7, 16]
-    assert [len(sizes.of_layer(index).groups) for index in range(3)] == [10, 4, 10]
+    layers = DecoderModel(model).layers
+    assert [len(layer.linears) for layer in layers] == [16, 7, 16]
+    assert [len(layer.groups) for layer in layers] == [10, 4, 10]
     result = prune(model, MODES["layer"], out=tmp_path / "out")
     assert_patterns(result.model, MODES["layer"].pruning)
     assert result.manifest.layers[1].linears["down_proj"].sparsity == 0.5

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from small_models import FAMILIES, random_tokens, small_model
+from small_models import random_tokens, small_model
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from drot.calibration.stream import CalibrationStream
@@ -86,12 +86,12 @@ def test_forward_and_hessians(family):
     sizes = sizes_of(run.model, *TOKENS.shape)
     stream = CalibrationStream.embed(run.model, TOKENS, run.device)
     layer = run.model.layers[0]
-    assert counted(lambda: stream.advance(layer)) == formulas.forward(sizes, len(TOKENS))
+    assert counted(lambda: stream.advance(layer)) == formulas.forward(sizes, layer, len(TOKENS))
     for last in range(1, len(layer.groups) + 1):
         groups = layer.groups[:last]
         count = counted(lambda: stream.hessians(layer, groups))  # noqa: B023
-        half = formulas.hessians(sizes, len(TOKENS), groups)
-        needed = formulas.forward(sizes, len(TOKENS), groups) + half
+        half = formulas.hessians(sizes, layer, len(TOKENS), groups)
+        needed = formulas.forward(sizes, layer, len(TOKENS), groups) + half
         least = 0.7 if groups[-1].input == "r2" else 1.0  # the attention right before is left out
         assert least * (count - half) <= needed <= count, groups
 
@@ -119,7 +119,7 @@ def test_the_training_of_a_rotation(chosen):
     step = counted(lambda: optimizer.step(gradients))
     cubes = sum(matrix.numel() * matrix.shape[-1] for matrix in optimizer.matrices)
     assert step == pytest.approx(2 * formulas.FAST_PRODUCTS[objective.objective] * cubes, rel=1e-12)
-    needed = formulas.rotate(sizes, run.recipe, sizes.pruned(run.recipe)[:1])
+    needed = formulas.rotate(sizes, run.recipe, [(run.model.layers[0], sizes.pruned(run.recipe)[0])])
     assert 0.7 <= needed / (5 * evaluation + 4 * step) <= 1
 
 
@@ -215,15 +215,3 @@ def test_a_last_group_of_which_a_part_is_pruned(family, keep):
         for keep in (keep, ())
     )
     assert 0 < kept["prune"]["float32"] < everything["prune"]["float32"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_linear_of_a_model_is_in_one_group(family):
-    model = DecoderModel(small_model(family))
-    sizes = sizes_of(model, *TOKENS.shape)
-    grouped = [linear.name for group in sizes.groups for linear in group.linears]
-    assert sorted(grouped) == sorted(sizes.shapes) and sizes.shapes.keys() == {*grouped}
-    for layer in model.layers:
-        of_layer = [[linear.name for linear in group.linears] for group in layer.groups]
-        found = [[one.name for one in group.linears] for group in sizes.of_layer(layer.index).groups]
-        assert sorted(map(sorted, found)) == sorted(map(sorted, of_layer))
