@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
     arguments = [*(a for a in own if a != "--debug"), *arguments[len(own) :]] or ["--help"]
     Form.choose(FORMS[0])
     try:
-        with safe_log_messages():
+        with safe_log_messages(lambda text: _in_options(text, arguments[0])):
             _check_ranks(arguments[0])
             status = app(arguments, prog_name="drot", standalone_mode=False, obj=arguments) or 0
     except Interrupted as stop:
@@ -99,9 +99,13 @@ def _check_ranks(command: str) -> None:
 def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str]:
     """The exit status and the message of an exception in a command."""
     if isinstance(error, UserError | BrokenModelError):
-        from drot.cli.messages import in_options
-
-        return 2 if isinstance(error, UserError) else 1, in_options(str(error), flags_of(command).get)
+        return 2 if isinstance(error, UserError) else 1, _in_options(str(error), command)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        cure = "give --fit, as in --fit 24GB, or lower --nsamples or --seqlen"
+        if command != "prune":
+            cure = "use another --device, or a smaller batch, length or dtype"
+        return 2, f"the device has too little memory: {cure} ({error})"
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
@@ -112,6 +116,13 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of any option or argument
         return 2, f"the name {shortened(error.filename)} is too long for a file: shorten it"
     return 1, f"{type(error).__name__}: {error}{'' if debug else ' (--debug shows where)'}"
+
+
+def _in_options(text: str, command: str) -> str:
+    """A text of the library in the words of a command."""
+    from drot.cli.messages import in_options
+
+    return in_options(text, flags_of(command).get)
 
 
 def _help_line(error: Any, command: str) -> str:

@@ -34,6 +34,11 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
         ("output_weights",),
     ),
     (
+        "--rotation stock, light or shared",
+        lambda recipe, given: recipe.rotation.mode == "shared",
+        ("hessians",),
+    ),
+    (
         "--rotation none, stock, light or shared",
         lambda recipe, given: recipe.rotation.mode != "layer",
         ("layers_per_rotation",),

@@ -44,7 +44,8 @@ def evaluate(
     Measures:
         ppl [ORG/NAME|PATH]: Text for the perplexity: wikitext2 (its test split); any dataset on the hub as
             org/name, org/name:split or org/name:config:split; or a .txt, .json, .jsonl or .parquet file. It
-            may be given several times. Default without --tasks, and with --tasks own: wikitext2.
+            may be given several times. Default without --tasks, with --tasks own and with --against:
+            wikitext2.
         against MODEL: The dense original of the models. Compares the predictions on the texts of --ppl: share
             of equal next tokens, KL divergence, difference in perplexity.
         tasks: Tasks of lm_eval, separated by commas, as in piqa,winogrande. paper: the five zero-shot tasks

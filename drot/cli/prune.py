@@ -115,7 +115,9 @@ def prune(
             moves the mask, towards the dense model; best also trains the kept weights of all layers together.
             It sets --solve, --target, --recover and --distill-epochs. fast: pcg, self, none, 0. balanced:
             admm, dense, none, 0. best: admm, dense, none, 1. fast also sets --steps to 50, and to 100 with
-            stock and light. balanced and best set --steps to its default. Default: balanced.
+            stock and light. balanced and best set --steps to its default. Default: balanced; with
+            --rotation none, --optimizer paper or --reference-compat none of the three, but one shot as
+            published.
     Pruning:
     Recovery:
     Rotation:

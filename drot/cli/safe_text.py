@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unicodedata import category
 
@@ -46,19 +46,24 @@ class SafeConsole(Console):
         return super().render_str(visible(text), **settings)
 
 
-class _SafeRecord(logging.LogRecord):
-    def getMessage(self) -> str:
-        return "\n".join(map(visible, super().getMessage().split("\n")))
-
-
 @contextlib.contextmanager
-def safe_log_messages() -> Iterator[None]:
+def safe_log_messages(in_words: Callable[[str], str]) -> Iterator[None]:
     """Makes each line of the log messages of drot and of all libraries `visible`.
 
     The messages quote names of files and tensors.
+
+    in_words: what makes options of the fields that drot's own messages name.
     """
+
+    class SafeRecord(logging.LogRecord):
+        def getMessage(self) -> str:
+            text = super().getMessage()
+            if self.name == "drot":
+                text = in_words(text)
+            return "\n".join(map(visible, text.split("\n")))
+
     before = logging.getLogRecordFactory()
-    logging.setLogRecordFactory(_SafeRecord)
+    logging.setLogRecordFactory(SafeRecord)
     try:
         yield
     finally:

@@ -78,7 +78,8 @@ class PruningConfig:
     """
     target: Literal["auto"] | Target = "auto"
     """Outputs that a linear should have. self: its dense outputs on its inputs in the pruned model. dense:
-    nearer to its outputs in the dense model. auto: dense, but self where `solve` auto is none.
+    nearer to its outputs in the dense model. auto: dense, also with `solve` none; self in one shot
+    as published, with `mode` none, `optimizer` paper or `reference_compat`.
     """
     target_weight: float = Field(default=0.25, gt=0, le=1)
     """With `target` dense: the share of the way from self to the dense model, up to 1."""

@@ -32,7 +32,7 @@ from drot.text.source import tokens_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("drot")
 #: sequences that are written at once, on a CPU, and at most on a GPU
 BATCH, GPU_BATCH = 32, 512
 #: share of a GPU's memory beside the weights that their keys, values and probabilities may take

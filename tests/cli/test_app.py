@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import logging
 import re
 import signal
 import subprocess
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 from made_manifests import made_manifest
 
 import drot
 from drot.checkpoint.manifest import write_manifest
 from drot.cli import app as cli
-from drot.cli.app import app
+from drot.cli.app import app, describe
 from drot.cli.commands import COMMANDS, flags_of, imported
 from drot.cli.messages import flag, in_options
 from drot.cli.options import ANY_DTYPE
@@ -235,3 +237,28 @@ def test_help_and_mistakes_import_no_torch(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     statuses = [0] * (2 + len(COMMANDS)) + [2] * 9 + [0]
     assert done.stdout.splitlines()[-1] == f"{statuses} set()"
+
+
+def test_a_warning_names_options(caplog, monkeypatch):
+    """The library says it in the names of fields."""
+
+    def info(*arguments, **options):
+        logging.getLogger("drot").warning("`mode=none` leaves %s alike, or another `lr`", "`both`")
+        logging.getLogger("another").warning("`mode=none` of another library")
+
+    monkeypatch.setattr("drot.machine.environment.collect", info)
+    monkeypatch.setattr("drot.cli.info._facts", lambda data: {})
+    assert cli.run(["info"]) == 0
+    assert caplog.messages == [
+        "--rotation none leaves `both` alike, or another --lr",
+        "`mode=none` of another library",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "cure"), [("prune", "give --fit, as in --fit 24GB"), ("eval", "use another --device")]
+)
+def test_a_full_device_is_no_fault_of_drot(command, cure):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    status, line = describe(error, debug=False, command=command)
+    assert status == 2 and line.startswith(f"the device has too little memory: {cure}") and "2.00 GiB" in line

@@ -84,6 +84,10 @@ def test_the_options_of_a_run_reach_the_pipeline(calls):
         ("--rotation none --steps 5 --lr 0.1", "--steps, --lr have no effect with --rotation none"),
         ("--rotation none --objective entropy", "--objective has no effect with --rotation none"),
         ("--rotation none --hessians dense", "--hessians has no effect with --rotation none"),
+        (
+            "--rotation stock --hessians sequential",
+            "--hessians has no effect with --rotation stock, light or shared",
+        ),
         ("--rotation none --save-rotations f", "--save-rotations has no effect with --rotation none"),
         ("--rotation none --rotations f", "--rotations has no effect with --rotation none"),
         ("--rotations f --steps 5", "--steps has no effect with --rotations FILE"),
