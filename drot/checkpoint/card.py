@@ -47,9 +47,8 @@ def save_card(folder: Path, manifest: CheckpointManifest, name: str = "", tags: 
     file = folder / CARD
     try:
         before = read_card(file) if file.exists() else ""
-        images = (folder / CONFIG_FILE).exists() and multimodal_type(
-            folder
-        ) is not None  # an adapter has no config
+        has_config = (folder / CONFIG_FILE).exists()  # an adapter has none
+        images = has_config and multimodal_type(folder) is not None
         text = card(manifest, name or folder.resolve().name, before, tags, images=images)
     except Exception as error:  # huggingface_hub and PyYAML raise many classes for metadata of others
         if not file.exists():

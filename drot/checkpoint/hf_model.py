@@ -38,7 +38,7 @@ from drot.checkpoint.quantization_config import (
     format_of,
 )
 from drot.checkpoint.recount import recount
-from drot.checkpoint.source import check_headers, read_headers, shapes_of
+from drot.checkpoint.source import check_headers, read_headers, shapes_of, stored_state
 from drot.checkpoint.stored_config import write_stored_form
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
@@ -46,6 +46,7 @@ from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.boundary import ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.experts import ReplacedExperts
+from drot.model.families import declared
 from drot.model.mixins import Mixin, mix
 from drot.model.multimodal import MULTIMODAL, experts_in_files, language_config, stored_names
 from drot.model.stored import follow_files
@@ -87,6 +88,12 @@ class DrotModel(Mixin):
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS & kwargs.keys() if push_to_hub}
         repo_id, tags = hub.pop("repo_id", ""), hub.pop("tags", ())
         entry = _describe_in_config(self)
+        family = declared(self.config)
+        if state_dict is None and any(
+            family.name_in_files(f"{norm}.") != f"{norm}." for norm in family.norms
+        ):
+            # transformers would look for the name of the norm within that of a norm in front of a rotation
+            state_dict, kwargs["save_original_format"] = stored_state(self), False
         before = _times(Path(save_directory))
         with _saving(getattr(self, "hf_quantizer", None), state_dict):
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]

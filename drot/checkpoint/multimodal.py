@@ -113,9 +113,12 @@ class MultimodalFolder:
             part |= {entry: 0 for entry in PREDICTION_LAYERS if part.get(entry)}
         for part in (entries, text):
             part.pop("quantization_config", None)
+            part.pop("auto_map", None)  # of code, which drot does not copy
             part.pop("tie_embedding", None)  # an older name of LFM2's
         if (entry := written.get("quantization_config")) is not None:
             entries["quantization_config"] = entry
+            if text:  # so that a class for text alone is refused too, which reads these entries
+                text["quantization_config"] = entry
         file.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if entry is not None:
             write_stored_form(file)

@@ -7,14 +7,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from drot.checkpoint.integrity import CONFIG_FILE
 from drot.checkpoint.multimodal import MultimodalFolder
+from drot.checkpoint.stored_config import MODEL_TYPE
 from drot.core.hashes import FileRecord, file_record
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
@@ -76,7 +78,9 @@ def save_in_shards(
     *names, last_name = shard_names(len(layers) + 1)
     in_layers = [stored_tensors(layer) for layer in layers]
     weight_map = {tensor: name for name, own in zip(names, in_layers, strict=True) for tensor in own}
+    published = model.config.architectures
     model.save_pretrained(folder, state_dict=dict(rest), max_shard_size="1000TB")  # in one file
+    _name_as_published(folder / CONFIG_FILE, model, published)
     last = folder / last_name
     (folder / SAFE_WEIGHTS_NAME).rename(last)
     with safe_open(last, framework="pt") as handle:  # a tied head is not in it
@@ -103,6 +107,24 @@ def save_in_shards(
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
     return dict(zip(names, written.values(), strict=True))
+
+
+def _name_as_published(file: Path, model: Any, architectures: list[str] | None) -> None:
+    """Corrects the config.json that transformers wrote for a model.
+
+    It names the files with code of the original, which drot neither runs nor copies. And it names the class
+    that transformers has for a family, which may be of another family: EXAONE's is that of LLaMA, whose
+    tensors have other names in files.
+
+    architectures: those that the config named before.
+    """
+    entries = json.loads(file.read_text(encoding="utf-8"))
+    code = entries.pop("auto_map", None)
+    shared = entries["model_type"] != MODEL_TYPE and model.config_class.model_type != model.config.model_type
+    if shared and architectures:
+        entries["architectures"] = architectures
+    if code or shared:
+        file.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def shard_names(count: int) -> list[str]:

@@ -40,7 +40,7 @@ READ_BY_TRANSFORMERS = re.compile(
 )
 LARGEST_SMALL_FILE = 2**30
 #: part of a tensor's name that holds the number of its decoder layer
-LAYER_NUMBER = re.compile(r"(?:layers|transformer\.h)\.(\d{1,9})\.")
+LAYER_NUMBER = re.compile(r"(?:layers|(?:^|\.)h)\.(\d{1,9})\.")
 #: the entries of a config with the number of layers for multi-token prediction; the first counts those behind
 #: the decoder layers
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -389,14 +389,15 @@ def check_headers(
     own = prefix = f"{model.base_model_prefix}."
     if model.config.model_type in FAMILIES:
         prefix = FAMILIES[model.config.model_type].in_files(prefix)
+    own_names = {name for name in model.state_dict() if name.startswith(own)}
     without_head = not any(name.startswith(prefix) for name in headers)  # a saved base model has no prefix
     for key, tensor in stored_state(model).items():
         header = headers.get(key.removeprefix(prefix) if without_head else key)
         if header is None and not key.startswith(prefix):
             continue
-        if header is None and own + key.removeprefix(prefix) in headers:
+        if header is None and prefix != own and (named := headers.keys() & own_names):
             raise UserError(
-                f"the names of the tensors begin with {own}, where drot reads {prefix}, as published: open "
+                f"the tensors have other names than published, as {min(named)}, and {key} is missing: open "
                 "the model with transformers and save it again"
             )
         if header is None:

@@ -104,7 +104,7 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         cure = "give --fit, as in --fit 24GB, or lower --nsamples or --seqlen"
         if command != "prune":
-            cure = "use another --device, or a smaller batch, length or dtype"
+            cure = "use another device, or a smaller batch or length"
         return 2, f"the device has too little memory: {cure} ({error})"
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)

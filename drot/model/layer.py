@@ -139,6 +139,7 @@ class DecoderLayer:
 
     @property
     def hidden_size(self) -> int:
+        """The width d of the residual stream."""
         return self._widths["hidden"]
 
     def shape_of(self, spec: LinearSpec) -> tuple[int, int]:

@@ -51,6 +51,8 @@ BODIES = {
     "model.language_model.": "",
     "model.text_model.": "",
     "model.": "",
+    "language_model.": "",
+    "text_model.": "",
 }
 #: what the names of the tensors of a language model begin with, behind `model.`
 PARTS = "layers.", "embed_tokens", "norm.", "embedding_norm.", "per_layer_"

@@ -12,12 +12,16 @@ from drot.pipeline.sizes import Sizes
 from drot.sparse.packed import PACKABLE
 
 
-def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) -> tuple[int, int]:
+def disk_needs(
+    sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype, kept: int | None = None
+) -> tuple[int, int]:
     """The bytes of the checkpoint, and of what lies beside it in OUT.partial until the run ends.
 
     Beside the finished layers, which become shards of the checkpoint, lie the maps of the linears, the
     weights of the tokens, the rotations in fp64, and the layers before they are trained together. Headers,
     tokenizer and manifest, which are small, are left out.
+
+    kept: of a model that reads images too, the bytes that it has beside its language model (`kept_bytes`).
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, sizes.layers
     rotates, count = rotation.mode != "none", len(layers)
@@ -38,6 +42,9 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
         )
         checkpoint -= packed * save_dtype.itemsize // 2 - packed // 8
     beside = 0
+    if kept is not None:  # the embedding, the last norm and the head are written alone, then with the rest
+        checkpoint += kept
+        beside += (sizes.outside + head) * save_dtype.itemsize
     if recipe.recovery.distill_epochs:  # the layers as they were pruned, not packed
         beside += (sizes.weights - sizes.outside + boundaries + of_down) * save_dtype.itemsize
     if rotates:

@@ -125,16 +125,16 @@ def run_needs(
     sizes = sizes_of(DecoderModel(without_weights(config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen
-    checkpoint, partial = disk_needs(sizes, resolved, saved)
+    kept, from_gguf = None, not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
+    if not (isinstance(model, PreTrainedModel) or from_gguf):
+        kept = _image_bytes(model, saved if resolved.rotation.mode != "none" else None)
+    checkpoint, partial = disk_needs(sizes, resolved, saved, kept)
     of_rank = dataclasses.replace(sizes, nsamples=math.ceil(nsamples / gpus))
     on_device = device_memory(of_rank, resolved, chosen)
     if trains:
         on_device = max(on_device, training_memory(of_rank, resolved, gpus))
     if tokens_of(OWN_SOURCE, text, nsamples):
         on_device = max(on_device, sizes.weights * chosen.itemsize)
-    from_gguf = not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
-    if not (isinstance(model, PreTrainedModel) or from_gguf):
-        checkpoint += _image_bytes(model, saved if resolved.rotation.mode != "none" else None)
     given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf}
     given["ranks"] = Ranks(size=gpus)
     place = place_of_states(of_rank, resolved, chosen, first, **given)
@@ -164,11 +164,11 @@ def run_needs(
     )
 
 
-def _image_bytes(model: str | Path, rotated: torch.dtype | None) -> int:
-    """`kept_bytes` of a model by its config; 0 if it reads text alone."""
+def _image_bytes(model: str | Path, rotated: torch.dtype | None) -> int | None:
+    """`kept_bytes` of a model by its config; None if it reads text alone."""
     config = load_outer_config(model)
     if config.model_type not in MULTIMODAL:
-        return 0
+        return None
     with silent_transformers(NO_MODEL.format(str(model)), config.to_dict()), torch.device("meta"):
         multimodal = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
     tensors = multimodal.state_dict()

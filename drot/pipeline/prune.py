@@ -275,9 +275,10 @@ def _open_state(
     here = {"versions": versions(), **machine(context.device)}
     state = RunState(out, identity_of_parts(identity), here, context.ranks)
     sizes = sizes_of(context.model, *context.tokens.shape)
-    checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
-    if (multimodal := getattr(context.model.model, "drot_multimodal", None)) is not None:
-        checkpoint += multimodal.kept_bytes(context.save_dtype if context.rotates else None)
+    kept, multimodal = None, getattr(context.model.model, "drot_multimodal", None)
+    if multimodal is not None:
+        kept = multimodal.kept_bytes(context.save_dtype if context.rotates else None)
+    checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype, kept)
     if rotations_out is not None and same_disk(rotations_out, out):
         beside += 2 * rotations_file_bytes(sizes, context.recipe.rotation)  # twice while it is written
     given = context.sizes, context.recipe, context.dtype

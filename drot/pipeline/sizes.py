@@ -93,10 +93,9 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int, further: int | Non
     """The sizes of a model, which may lie on the device `meta`. The numbers are those of Sizes."""
     head = model.head.weight
     of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
-    whole = model.model
     named = {
         name: parameter.numel()
-        for name, parameter in whole.named_parameters()
+        for name, parameter in model.model.named_parameters()
         if not name.startswith(f"{WRITERS}.")
     }
     weights = sum(named.values())
@@ -109,7 +108,9 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int, further: int | Non
         weights=weights,
         outside=weights - sum(of_layers),
         in_fp32={
-            dtype: sum(size for name, size in named.items() if stored_dtype(whole, name, dtype) != dtype)
+            dtype: sum(
+                size for name, size in named.items() if stored_dtype(model.model, name, dtype) != dtype
+            )
             for dtype in (torch.bfloat16, torch.float16)
         },
         head=head.numel(),

@@ -1,6 +1,7 @@
 """Models that read images too: their language model is pruned, and the rest is kept byte for byte."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from small_multimodal import (
     save_small_multimodal,
     small_multimodal,
 )
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5ForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
@@ -265,8 +266,20 @@ def test_a_class_for_text_alone_is_refused(tmp_path):
     """transformers takes the language model of some types alone, by other names than those of the files."""
     source = save_small_multimodal(tmp_path / "source", "qwen3_5")
     prune(source, one_shot("layer"), out=tmp_path / "out")
-    with pytest.raises(UserError, match="use AutoModelForImageTextToText, or drot.load"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for opening in (AutoModelForCausalLM, Qwen3_5ForCausalLM):
+        with pytest.raises(UserError, match="use AutoModelForImageTextToText, or drot.load"):
+            opening.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("model_type", ["llava", "smolvlm"])
+def test_a_saved_base_model_is_read(model_type, tmp_path):
+    """Its names begin with `language_model.` or `text_model.`, and its head is tied."""
+    source = save_small_multimodal(tmp_path / "source", model_type, tie_word_embeddings=True)
+    base, inputs = tmp_path / "base", image_and_text(model_type)
+    shutil.copytree(source, base)
+    AutoModelForImageTextToText.from_pretrained(source).model.save_pretrained(base)
+    prune(base, one_shot("shared", **NOTHING), out=tmp_path / "out")
+    assert relative_error(logits(tmp_path / "out", inputs), logits(source, inputs)) < 1e-5
 
 
 def test_what_is_copied_is_not_told_as_rounded(tmp_path, caplog):

@@ -256,7 +256,7 @@ def test_a_warning_names_options(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "cure"), [("prune", "give --fit, as in --fit 24GB"), ("eval", "use another --device")]
+    ("command", "cure"), [("prune", "give --fit, as in --fit 24GB"), ("eval", "use another device")]
 )
 def test_a_full_device_is_no_fault_of_drot(command, cure):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

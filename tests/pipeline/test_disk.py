@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from runs import TOKENS, interrupted, one_shot, prune
+from safetensors.torch import save_file
 from small_models import save_small_model, small_model
 from small_multimodal import AVAILABLE, rotations_of, save_small_multimodal
 
 import drot
+from drot.checkpoint import multimodal
 from drot.checkpoint.disk_space import size_text, weight_file_bytes
 from drot.checkpoint.source import header_bytes
 from drot.core.errors import UserError
@@ -91,6 +93,26 @@ def test_what_reads_images_counts_too(needs, tmp_path, model_type, mode):
     headers = sum(len(header_bytes(file)) for file in out.glob("*.safetensors"))
     assert 0 <= weight_file_bytes(out) - headers - checkpoint < 500
     assert run_needs(source, chosen, device="cpu", save_dtype="bfloat16").checkpoint == checkpoint
+
+
+def test_the_peak_of_a_model_that_reads_images_too(needs, monkeypatch, tmp_path):
+    """What lies outside of the language model's layers is written alone first, and then with the rest."""
+    peak = []
+
+    def save(tensors, file, *arguments):
+        save_file(tensors, file, *arguments)
+        files = [*file.parent.parent.glob("out*/**/*"), *file.parent.iterdir()]
+        states = {
+            each.stat().st_ino: each.stat() for each in files if ".safetensors" in each.name or each == file
+        }
+        peak.append(sum(state.st_size for state in states.values()))
+
+    monkeypatch.setattr(multimodal, "save_file", save)
+    source = save_small_multimodal(tmp_path / "source", "smolvlm", vocab_size=5000, tie_word_embeddings=False)
+    prune(source, recipe("none"), out=tmp_path / "out", save_dtype="bfloat16")
+    ((checkpoint, beside, _),) = needs
+    ends = 2 * 5000 * 32 * 2
+    assert checkpoint + 0.9 * ends < peak[0] < checkpoint + beside + 30_000
 
 
 def test_a_resumed_run_needs_less(needs, tmp_path):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, one_shot, prune
-from small_models import random_rotations, random_tokens, rotate_model, small_model
+from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, one_shot, prune, saved_tensors
+from small_checkpoints import change_json
+from small_models import random_rotations, random_tokens, rotate_model, save_small_model, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
@@ -69,6 +70,31 @@ def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):
     if (family, mode) == ("phi3", "layer"):
         assert cli.run(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
         assert "v_proj" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("family", ["exaone", "kolibri1", "mixtral", "nemotron_h"])
+def test_a_loaded_model_is_saved_under_the_names_of_published_files(family, tmp_path):
+    """Which are others than those of transformers' modules, also in front of a rotation."""
+    out, again = tmp_path / "out", tmp_path / "again"
+    down = {"down_rotation": "none"} if family == "nemotron_h" else {}
+    prune(small_model(family), one_shot("layer", steps=2, **down), out=out)
+    loaded, tokens = drot.load(out, device="cpu"), random_tokens(2, 30, seed=5)
+    loaded.save_pretrained(again)
+    assert saved_tensors(again).keys() == saved_tensors(out).keys()
+    assert torch.equal(drot.load(again, device="cpu")(tokens).logits, loaded(tokens).logits)
+
+
+def test_a_checkpoint_names_the_class_of_its_tensors(tmp_path):
+    """transformers opens EXAONE as a LLaMA, whose files have other names; and no code is copied."""
+    source = save_small_model(small_model("exaone"), tmp_path / "source")
+    code = {"AutoConfig": "configuration_exaone.ExaoneConfig"}
+    change_json(source / "config.json", architectures=["ExaoneForCausalLM"], auto_map=code)
+    prune(source, one_shot("shared", down_rotation="none"), out=tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["ExaoneForCausalLM"] and "auto_map" not in written
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    loaded = drot.load(tmp_path / "out", device="cpu")
+    assert torch.equal(opened(TOKENS).logits, loaded(TOKENS).logits)
 
 
 # ---- a fused module, of which one slice is not 2:4 ---------------------------------------------------
