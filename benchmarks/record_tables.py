@@ -10,7 +10,7 @@ from _rows import Row, read, table
 
 #: recipes of the rows `records`: the baseline, a solver alone, `balanced`, and `best`
 PLAIN, SOLVER, BALANCED = "not rotated", "not rotated, solver of balanced", "full, balanced"
-BEST, BEST_OF_OWN = "full, best", "full, best, equal outputs, 100 steps"
+BEST = "full, best"
 #: what the names of recipes hold whose settings were the default once, or were compared with it then
 EARLIER = "equal outputs", "equal tokens", "100 steps", "three passes", "recovered"
 #: the model of `drot demo`, and the runs on it that docs/choose.md shows: their calibration and its tokens
@@ -122,7 +122,7 @@ def headline() -> str:
         if model == TINY or not of_case.keys() >= set(recipes):
             continue
         own_tokens = str(2 * int(tokens))  # as much text that the model wrote
-        of_own = cases.get((model, f"{calibration} + own", own_tokens), {}).get(BEST_OF_OWN, {})
+        of_own = cases.get((model, f"{calibration} + own", own_tokens), {}).get(BEST, {})
         for text in TEXTS:
             found = [of_case[recipe][text] for recipe in recipes]
             found += [of_own[text]] if text in of_own else []
