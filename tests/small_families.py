@@ -71,6 +71,14 @@ GEMMA4 = dict(
     sliding_window=8,
     layer_types=["sliding_attention", "full_attention", "full_attention"],
 )
+OLMOE = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    attention_bias=True,
+    pad_token_id=2,
+    tie_word_embeddings=False,
+)
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
     "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
@@ -435,22 +443,8 @@ FAMILIES: dict[str, dict] = {
         attention_bias=True,
         tie_word_embeddings=False,
     ),
-    "olmoe": dict(
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        attention_bias=True,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-    ),
-    "flex_olmo": dict(
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        attention_bias=True,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-    ),
+    "olmoe": OLMOE,
+    "flex_olmo": OLMOE,
     "ernie4_5_moe": dict(
         head_dim=12,
         moe_num_experts=4,
