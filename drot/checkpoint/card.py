@@ -4,6 +4,7 @@ The card is made from drot.json. Text that a user writes above or below drot's p
 card is written again, and so do entries of the metadata that drot does not write.
 """
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -173,16 +174,12 @@ def _results(manifest: CheckpointManifest) -> Iterator[Any]:
 def _body(manifest: CheckpointManifest, name: str, *, images: bool) -> str:
     """drot's part of the card, from card.md."""
     import yaml
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     base = manifest.base_model or "a model that was loaded in Python"
     pruned = manifest if isinstance(manifest, Manifest) else None
     recipe = yaml.safe_dump(_shown_recipe(pruned), sort_keys=False, allow_unicode=True) if pruned else ""
     versions = pruned.versions if pruned else manifest.finetune[-1].versions
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
-    )
-    return environment.get_template("card.md").render(
+    text: str = _template().render(
         name=name,
         base=base if on_hub(base) else Path(base).name,
         dense_model=_of_hub_or(manifest.base_model, MODEL),
@@ -201,6 +198,18 @@ def _body(manifest: CheckpointManifest, name: str, *, images: bool) -> str:
         finetunings=map(finetune_line, manifest.finetune),
         versions=", ".join(f"{package} {version}" for package, version in versions.items() if version),
     )
+    return text
+
+
+@functools.cache
+def _template() -> Any:
+    """card.md. To compile it takes longer than to fill it in."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("card.md")
 
 
 def _shown_recipe(manifest: Manifest) -> dict[str, Any]:

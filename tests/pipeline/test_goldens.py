@@ -60,20 +60,23 @@ def test_dense():
 
 
 #: each method and both sparsities; tests/pruning has the other pairs
-CASES = [("sparsegpt", "2:4"), ("wanda", 0.5), ("magnitude", "2:4")]
+#: and the sequences with which it prunes as with the 64 of the goldens: Wanda reads norms of columns alone
+CASES = [("sparsegpt", "2:4", 64), ("wanda", 0.5, 16), ("magnitude", "2:4", 0)]
 
 
-@pytest.mark.parametrize(("method", "sparsity"), CASES)
-def test_without_rotation_within_one_percent(method, sparsity):
-    model, row = pruned(method, sparsity, mode="none").model, golden(method, sparsity)
+@pytest.mark.parametrize(("method", "sparsity", "nsamples"), CASES)
+def test_without_rotation_within_one_percent(method, sparsity, nsamples):
+    model, row = pruned(method, sparsity, nsamples, mode="none").model, golden(method, sparsity)
     assert measure(model) == pytest.approx(row["perplexity"][TEXT], rel=0.01)
 
 
 def test_entropy_as_in_the_papers_code():
-    """The entropies are those of the paper's code in fp32, the perplexity at most 0.4 % higher."""
-    result = pruned(
-        "sparsegpt", "2:4", objective="entropy", optimizer="paper", steps=100, lr=0.01, reference_compat=True
-    )
+    """The entropies are those of the paper's code in fp32, the perplexity at most 0.4 % higher.
+
+    With a quarter of the text: the score of the paper's code is the magnitude (`reference_compat`).
+    """
+    paper = dict(objective="entropy", optimizer="paper", steps=100, lr=0.01, reference_compat=True)
+    result = pruned("sparsegpt", "2:4", nsamples=16, **paper)
     row = golden("sparsegpt", "2:4", 100, "fp32")
     layers = [layer.rotation for layer in result.manifest.layers]
     for figure in ("entropy_before", "entropy_after"):
@@ -83,11 +86,11 @@ def test_entropy_as_in_the_papers_code():
 
 
 def test_one_rotation_for_the_whole_model():
-    """20 steps on a quarter of the text help as much as 100 of the paper's objective and code in each layer.
+    """20 steps on an eighth of the text help as much as 100 of the paper's objective and code in each layer.
 
     The test of the demo has a rotation for each layer.
     """
-    model = pruned("sparsegpt", "2:4", nsamples=16, mode="shared", objective="pruned", steps=20).model
+    model = pruned("sparsegpt", "2:4", nsamples=8, mode="shared", objective="pruned", steps=20).model
     paper = golden("sparsegpt", "2:4", steps=100, precision="bf16 (as published)")["perplexity"]
     assert measure(model) <= paper[TEXT] * 1.003
     for layer in model.model.layers:

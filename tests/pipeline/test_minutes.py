@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drot.calibration import cholesky, hessian, stream
 from drot.config import resolve
+from drot.evaluation.variants import SHAPES
 from drot.model import inputs
 from drot.pipeline.work import USUAL_ADMM_ITERATIONS
 from drot.pruning import solve
@@ -73,7 +74,7 @@ def test_a_layer_of_qwen3_30b_a3b_takes_less_than_30_gb():
         "token_weights": "equal",
         "output_weights": "equal",
     }  # whose gradients take less than the Hessians
-    asked = recipe(quality="balanced", steps=2, down_rotation="none", seqlen=2048, **equal)
+    asked = recipe(quality="balanced", steps=2, down_rotation="none", seqlen=2048, block_size=128, **equal)
     chosen = resolve(asked, device="cuda", positions=2048)
     tokens = torch.zeros(32, 2048, dtype=torch.long)
     costs, _ = counting["counted_run"](model.eval().requires_grad_(False), chosen, tokens)
@@ -86,7 +87,9 @@ def test_ranks_share_the_work(monkeypatch):
     """Those of four machines send. Each trains the rotations of other layers, and prunes other rows."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     minutes_of = runpy.run_path(str(ROOT / "benchmarks/minutes.py"))["minutes_of"]
-    alone, of_32 = (minutes_of("llama-3-8b", "fast", 32, 64, ranks, steps=2)[0] for ranks in (1, 32))
+    half = dict(hidden_size=2048, intermediate_size=7168, num_attention_heads=16, num_key_value_heads=4)
+    monkeypatch.setitem(SHAPES, "half as wide", SHAPES["llama-3-8b"] | half)
+    alone, of_32 = (minutes_of("half as wide", "fast", 32, 64, ranks, steps=2)[0] for ranks in (1, 32))
     assert alone["send"] == 0 < of_32["send"]
     assert of_32["rotate"] < alone["rotate"] / 8 and of_32["prune"] < alone["prune"]
     assert of_32["calibrate"] < alone["calibrate"]

@@ -50,6 +50,7 @@ SHORTER = {
     "prune": ["--nsamples", "8", "--steps", "5"],
     "finetune": ["--nsamples", "8"],  # in place of 4096
     "bench": ["--batch", "1", "--repeats", "1"],
+    "report": ["--linears", "*.down_proj"],
 }
 #: characters of the texts here
 TEXT_LENGTH = 8_000
@@ -149,7 +150,7 @@ SHORTER_CELLS = {
     "nsamples=40": "nsamples=4",
     "held_out=8": "held_out=2",
     "seqlen=256": "seqlen=128",
-    "steps=10": "steps=5",
+    "steps=10": "steps=3",
     '.with_quality("fast")': '.with_quality("fast").replace(**drot.config.ONE_SHOT)',
 }
 
@@ -159,7 +160,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys) -> None:
     notebook = json.loads((ROOT / "docs/python.ipynb").read_text())
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(HELD_OUT.read_text()[:6000])
+    (tmp_path / "text.txt").write_text(HELD_OUT.read_text()[:3000])
     short = dataclasses.replace(drot.DEMO, held_out=tmp_path / "text.txt")
     monkeypatch.setattr("drot.reporting.demo.DEMO", short)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
