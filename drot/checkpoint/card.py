@@ -203,7 +203,7 @@ def _body(manifest: CheckpointManifest, name: str, *, images: bool) -> str:
 
 @functools.cache
 def _template() -> Any:
-    """card.md. To compile it takes longer than to fill it in."""
+    """The template card.md, which takes longer to compile than to fill in."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -92,7 +92,7 @@ class DrotModel(Mixin):
         if state_dict is None and any(
             family.name_in_files(f"{norm}.") != f"{norm}." for norm in family.norms
         ):
-            # transformers would look for the name of the norm within that of a norm in front of a rotation
+            # transformers would also rename the part `input_layernorm` of `rotated_input_layernorm`
             state_dict, kwargs["save_original_format"] = stored_state(self), False
         before = _times(Path(save_directory))
         with _saving(getattr(self, "hf_quantizer", None), state_dict):

@@ -44,7 +44,8 @@ MULTIMODAL = {
     "smolvlm": "SmolVLM, SmolVLM2",
 }
 #: what their files have in front of the language model's tensors, where its own files have `model.` → what
-#: they have in front of `lm_head.`; of three versions of transformers
+#: they have in front of `lm_head.`; of three versions of transformers, of types with another name for the
+#: language model, and of saved base models, whose head is tied
 BODIES = {
     "model.language_model.model.": "language_model.",
     "language_model.model.": "language_model.",
