@@ -7,12 +7,14 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+import drot.cli.app
 import drot.machine.ranks
 
 #: The modules that the server of processes imports once, so that a rank starts fast. A rank is no fork of the
@@ -62,6 +64,36 @@ def on_ranks(
     return [found_results[rank] for rank in range(size)]
 
 
+def started(function: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:
+    """A process that has imported drot and calls `function(*arguments)`, which must be picklable."""
+    start_server()
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_alone, args=(dict(os.environ), function, arguments)
+    )
+    process.start()
+    return process
+
+
+def started_drot(arguments: list[str], folder: Path) -> multiprocessing.process.BaseProcess:
+    """The program `drot` in a process of its own, which writes to files `stdout` and `stderr` in `folder`."""
+    for name in ("stdout", "stderr"):
+        (folder / name).touch()
+    return started(_drot, arguments, folder)
+
+
+def _drot(arguments: list[str], folder: Path) -> None:
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = ["drot", *arguments]
+    drot.cli.app.main()
+
+
+def _alone(environment: dict[str, str], function: Callable[..., None], arguments: Any) -> None:
+    os.environ |= environment  # of the test, and not of the first test that started processes
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -89,6 +121,7 @@ def _run(
     os.environ |= environment  # of the test, and not of the first test that started ranks
     os.fsync = lambda descriptor: None  # as in the other tests
     drot.machine.ranks.LAST_WORDS = last_words
+    drot.machine.ranks.BEAT = last_words / 4  # as by default
     torch.set_num_threads(1)
     torch.manual_seed(0)
     become_rank(rank, size, port)

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 from runs import saved_tensors
 from safetensors.torch import load_file
 from small_models import random_tokens, small_model
+from together import started
 
 import drot
 from drot.checkpoint.artifact import apply as applying
@@ -416,16 +415,17 @@ def test_export_applies_to_itself_before_it_says_done(made, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def killed_export(pruned, out, dense):
+    exporting.write_checkpoint = lambda reader, source, out, progress: (out.mkdir(), os._exit(9))
+    export_artifact(pruned, out, model=dense)
+
+
 def test_the_next_export_removes_what_a_killed_one_left(made, tmp_path, caplog):
     """A process that stops without any cleaning, while the checkpoint is made for the comparison."""
     out = tmp_path / "b.drot"
-    code = (
-        "import os, sys; from drot.checkpoint.artifact import export\n"
-        "export.write_checkpoint = lambda reader, source, out, progress: (out.mkdir(), os._exit(9))\n"
-        "export.export_artifact(sys.argv[1], sys.argv[2], model=sys.argv[3])"
-    )
-    arguments = [sys.executable, "-P", "-c", code, str(made.pruned), str(out), str(made.dense)]
-    assert subprocess.run(arguments).returncode == 9
+    killed = started(killed_export, made.pruned, out, made.dense)
+    killed.join()
+    assert killed.exitcode == 9
     (left,) = tmp_path.glob("b.drot.????????.part")
     assert (left / out.name).is_dir()
     export_artifact(made.pruned, out, model=made.dense, rotations=made.rotations)

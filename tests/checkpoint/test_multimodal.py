@@ -43,11 +43,16 @@ pytestmark = pytest.mark.slow
 NOTHING = dict(sparsity=0.0, method="wanda", objective="entropy")
 
 
-@torch.no_grad()
-def logits(folder, inputs):
+def opened(folder):
+    """A function from inputs to the logits of the model in `folder`, as transformers opens it."""
     model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    return model.eval()(**inputs).logits
+    model.eval().requires_grad_(False)
+    return lambda inputs: model(**inputs).logits
+
+
+def logits(folder, inputs):
+    return opened(folder)(inputs)
 
 
 def beside(tensors):
@@ -75,15 +80,16 @@ def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_pa
     """The logits behind an image stay: the projector writes in the rotated basis."""
     source = save_small_multimodal(tmp_path / "source", model_type, tie_word_embeddings=tied)
     inputs = image_and_text(model_type)
-    expected = logits(source, inputs)
+    before_it = opened(source)
+    expected = before_it(inputs)
     other = inputs | {"pixel_values": -inputs["pixel_values"]}
-    assert relative_error(logits(source, other), expected) > 0.03  # the image counts
+    assert relative_error(before_it(other), expected) > 0.03  # the image counts
     result = prune(source, one_shot(mode, **rotations_of(model_type), **NOTHING), out=tmp_path / "out")
     assert relative_error(logits(tmp_path / "out", inputs), expected) < 1e-5
     assert result.manifest.stock_architecture == (mode != "layer")
     loaded, tokens = drot.load(tmp_path / "out", device="cpu"), random_tokens(2, 30, vocab=90)
     assert loaded.config.model_type in FAMILIES
-    assert relative_error(loaded(tokens).logits, logits(source, {"input_ids": tokens})) < 1e-5
+    assert relative_error(loaded(tokens).logits, before_it({"input_ids": tokens})) < 1e-5
 
     before, after = raw(source), raw(tmp_path / "out")
     changed = {name for name in beside(before) if before[name] != after[name]}
@@ -232,13 +238,13 @@ def test_pruned_and_packed(model_type, tmp_path):
     assert sum(float((each == 0).sum()) for each in saved_tensors(tmp_path / "dense").values()) > 0
     convert(tmp_path / "dense", tmp_path / "packed", "packed")
     convert(tmp_path / "packed", tmp_path / "again", "dense")
-    dense = logits(tmp_path / "dense", inputs)
-    assert relative_error(logits(tmp_path / "packed", inputs), dense) < 1e-5
+    packed = opened(tmp_path / "packed")
+    assert relative_error(packed(inputs), logits(tmp_path / "dense", inputs)) < 1e-5
     assert raw(tmp_path / "again") == raw(tmp_path / "dense")
     tokens = random_tokens(1, 20, vocab=90)
     loaded = [drot.load(tmp_path / name, device="cpu")(tokens).logits for name in ("dense", "packed")]
     assert relative_error(*loaded) < 1e-5
-    assert relative_error(logits(tmp_path / "packed", {"input_ids": tokens}), loaded[0]) < 1e-5
+    assert relative_error(packed({"input_ids": tokens}), loaded[0]) < 1e-5
     card = (tmp_path / "packed" / "README.md").read_text()
     assert "from transformers import AutoModelForImageTextToText, AutoProcessor\n" in card
     assert "pipeline_tag: image-text-to-text\n" in card and "AutoModelForCausalLM" not in card

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from runs import prune, recipe
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
 from transformers import (
@@ -101,7 +102,7 @@ def rewrite(folder, change):
 # ---- without drot ------------------------------------------------------------------------------------
 
 WITHOUT_DROT = """
-import sys
+import sys, torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, pipeline
 
 def as_pipeline(folder):
@@ -111,7 +112,7 @@ openings = [
     AutoConfig.from_pretrained, AutoModel.from_pretrained, AutoModelForCausalLM.from_pretrained,
     LlamaModel.from_pretrained, LlamaForCausalLM.from_pretrained, as_pipeline,
 ]
-for folder in sys.argv[2:]:
+for folder in sys.argv[4:]:
     for opening in openings:
         try:
             opening(folder)
@@ -121,17 +122,35 @@ for folder in sys.argv[2:]:
             raise AssertionError(f"{opening} opened {folder}")
 for opening in openings[:-1]:  # the last needs a tokenizer
     opening(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+torch.save(model(torch.load(sys.argv[3])).logits.detach(), sys.argv[3])
 assert "drot" not in sys.modules
 print("stock opens, the rest does not")
+
+import drot
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+print(all("drot" in m for m in (AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING, CONFIG_MAPPING)))
 """
 
 
 @pytest.mark.slow
-def test_transformers_without_drot_refuses(folders):
-    names = [str(folders[kind][0]) for kind in ("stock", "rotated", "rotated down packed")]
-    command = [sys.executable, "-P", "-c", WITHOUT_DROT, *names]
+def test_transformers_without_drot_opens_stock_models_alone(folders, tmp_path):
+    """One process, since it takes seconds to import transformers.
+
+    A model pruned with a shared rotation computes the same logits there. Afterwards `import drot` registers
+    drot's classes with the transformers that is there.
+    """
+    result = prune(small_model("qwen2"), recipe("shared"), out=tmp_path / "out")
+    assert result.manifest.stock_architecture
+    assert "quantization_config" not in config_of(tmp_path / "out")
+    tokens, file = random_tokens(2, 30, seed=5), tmp_path / "tokens.pt"
+    torch.save(tokens, file)
+    stock, *others = (str(folders[kind][0]) for kind in ("stock", "rotated", "rotated down packed"))
+    command = [sys.executable, "-P", "-c", WITHOUT_DROT, stock, str(tmp_path / "out"), str(file), *others]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == "stock opens, the rest does not\n", done.stderr
+    assert done.stdout == "stock opens, the rest does not\nTrue\n", done.stderr
+    assert torch.equal(torch.load(file), result.model(tokens).logits)
 
 
 def test_engines_find_no_family_of_theirs(checkpoint):

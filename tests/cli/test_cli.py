@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from command_output import one_line
 from made_manifests import made_manifest
 from small_checkpoints import save_small
 from small_models import random_text, save_small_model, small_model
+from together import started_drot
 
 import drot
 from drot.cli import app as cli
@@ -134,13 +133,13 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path, capsys):
     options = ["--calibration", str(HELD_OUT), "--nsamples", "8", "--seqlen", "64", "--steps", "20"]
     options += ["--quality", "fast"]
     arguments = ["prune", str(model), "--out", str(out), "--device", "cpu", *options]
-    command = [sys.executable, "-m", "drot", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        while run.poll() is None and not list(tmp_path.glob("out.partial/layer_*.safetensors")):
-            time.sleep(0.01)
-        run.terminate()
-        _, told = run.communicate()
-    assert run.returncode == 143, told
+    run = started_drot(arguments, tmp_path)
+    while run.is_alive() and not list(tmp_path.glob("out.partial/layer_*.safetensors")):
+        time.sleep(0.01)
+    run.terminate()
+    run.join()
+    told = (tmp_path / "stderr").read_text()
+    assert run.exitcode == 143, told
     assert told.splitlines()[-1] == (
         f"drot: interrupted: what was finished lies in {out}.partial; to go on, give the same command with "
         "--resume"

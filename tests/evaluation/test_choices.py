@@ -74,7 +74,7 @@ def test_a_model_that_knows_nothing_chooses_no_right_answer():
 
 def test_the_dense_model_knows_more_than_a_pruned_one():
     tokens = load_eval_tokens(str(HELD_OUT), load_tokenizer(MODEL))
-    asked = questions(tokens, 60).flatten()
+    asked = questions(tokens, 30).flatten()
     model = drot.load(MODEL, device="cpu", dtype="float32")
     dense = score(predict(model, asked, LENGTH)).accuracy
     for name, weight in model.named_parameters():

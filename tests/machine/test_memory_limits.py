@@ -1,7 +1,6 @@
 """What the system, a cgroup and a limit of the process leave of the main memory."""
 
 import resource
-import subprocess
 import sys
 
 import pytest
@@ -43,11 +42,11 @@ def test_the_limit_of_a_group_above_counts(version, tmp_path, monkeypatch):
 
 
 def test_a_limit_of_the_process_counts():
-    code = (
-        "import resource\nfrom drot.machine.memory import _of_process, available_memory\n"
-        "before, most = available_memory(), _of_process('VmData') + 2 * 10**8\n"
-        "resource.setrlimit(resource.RLIMIT_DATA, (most, most))\n"
-        "assert available_memory() < min(before, 2.1 * 10**8), available_memory()\n"
-    )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True)
-    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+    before, most = available_memory(), memory._of_process("VmData") + 2 * 10**8
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    try:
+        found = available_memory()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    assert found < min(before, 2.1 * 10**8)

@@ -2,22 +2,26 @@
 
 import os
 import random
-import subprocess
 import sys
-from pathlib import Path
 
+import crash
 import pytest
+from together import started
 
-TOOL = Path(__file__).parent / "crash.py"
+
+def kill_runs(arguments, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    sys.argv[1:] = arguments
+    crash.main()
 
 
 @pytest.mark.slow
-def test_killed_runs_end_with_the_same_bytes():
+def test_killed_runs_end_with_the_same_bytes(tmp_path):
     """Kills in one mode; `python tests/pipeline/crash.py --kills 100` does more, in all modes."""
     seed = random.SystemRandom().randrange(10**6)  # another place each time; a failure names it
-    arguments = ["--kills", "3", "--modes", "dense", "--seed", str(seed)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", str(TOOL), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
-    assert "3 kills in all" in done.stdout
+    killing = started(kill_runs, ["--kills", "3", "--modes", "dense", "--seed", str(seed)], tmp_path / "log")
+    killing.join()
+    told = (tmp_path / "log").read_text()
+    assert killing.exitcode == 0, f"seed {seed}: {told[-3000:]}"
+    assert "3 kills in all" in told

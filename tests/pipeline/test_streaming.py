@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import prune, recipe, saved_bytes
 from small_models import save_small_model, small_model
+from streamed import write_model
 
 import drot
 from drot.checkpoint.load import load_model
@@ -91,12 +92,13 @@ def test_of_a_large_model_only_the_ends_of_the_tensors_are_read(family, fields, 
     assert bool(layers) == (family == "qwen3_moe")  # whose files hold each expert by itself
 
 
-def test_memory_is_a_few_layers():
+def test_memory_is_a_few_layers(tmp_path):
     """120 MB of weights, 240 in float32, under a limit of 180 MB, in layers of 6 MB, 13 in float32."""
     here = Path(__file__)
     environment = os.environ | {"PYTHONPATH": str(here.parents[1]), "OMP_NUM_THREADS": "1"}
-    options = ["--megabytes", "120", "--hidden", "512", "--limit", "180", "--alone"]
-    command = [sys.executable, here.with_name("streamed.py"), *options]
+    write_model(tmp_path / "dense", megabytes=120, hidden=512)
+    command = [sys.executable, here.with_name("streamed.py"), "--mode", "none", "--limit", "180"]
+    command += ["--run", tmp_path / "dense", tmp_path / "limited"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     grew = [int(megabytes) for megabytes in re.findall(r"grew by (\d+) MB", done.stdout)]

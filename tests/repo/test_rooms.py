@@ -179,18 +179,6 @@ print(time.process_time() - start, *sorted({{name.partition(".")[0] for name in 
     assert float(seconds) < 1
 
 
-@pytest.mark.slow
-def test_drot_is_registered_after_transformers() -> None:
-    code = """
-import transformers.modeling_utils
-import drot
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-print(all("drot" in m for m in (AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING, CONFIG_MAPPING)))
-"""
-    assert python(code) == "True\n"
-
-
 def test_library_messages_name_fields_and_not_options() -> None:
     """drot/cli/app.py replaces a field such as `hessians="dense"` by its option, --hessians dense."""
     for path in modules():

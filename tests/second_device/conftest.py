@@ -30,7 +30,7 @@ def load_device() -> None:
     links = ["-ltorch_cpu", "-lc10", *(f"-Wl,-rpath,{path}" for path in library_paths())]
     # one translation unit: each would spend most of its seconds on torch's headers
     together = [part for name in ("kernels.cpp", "graphs.cpp") for part in ("-include", str(HERE / name))]
-    flags = ("-O0", "-shared", "-fPIC", *folders, *together, *links)
+    flags = ("-O1", "-shared", "-fPIC", *folders, *together, *links)
     second.load(compiled("runtime", *flags, folders=(HERE,)))
 
 

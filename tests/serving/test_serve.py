@@ -4,18 +4,15 @@ import asyncio
 import concurrent.futures
 import http.client
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from types import SimpleNamespace
 
 import pytest
 from serve_extra import MISSING
+from together import started_drot
 
 from drot.checkpoint.load import load_tokenizer
 
@@ -329,25 +326,27 @@ def test_a_seed_repeats_an_answer_of_a_sequential_server(sequential):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_serve_as_a_process_ends_by_sigterm(packed):
-    command = [sys.executable, "-m", "drot", "serve", str(packed), "--port", "0", "--name", "mine"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_serve_as_a_process_ends_by_sigterm(packed, tmp_path):
+    process = started_drot(["serve", str(packed), "--port", "0", "--name", "mine"], tmp_path)
     try:
-        line = process.stdout.readline()
-        assert line.startswith("mine is served at http://127.0.0.1:"), process.stderr.read()
+        while process.is_alive() and "curl" not in (tmp_path / "stdout").read_text():
+            time.sleep(0.02)
+        assert process.is_alive(), (tmp_path / "stderr").read_text()
+        line, example, *_ = (tmp_path / "stdout").read_text().splitlines()
+        assert line.startswith("mine is served at http://127.0.0.1:")
         address = line.split(" at ")[1].split()[0]
-        example = process.stdout.readline()
         assert f"curl {address}/chat/completions" in example
         body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
         asked = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert json.load(answer)["model"] == "mine"
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=30) == 143
-        assert process.stderr.read() == "drot: interrupted\n"
+        process.terminate()
+        process.join(30)
+        assert process.exitcode == 143
+        assert (tmp_path / "stderr").read_text() == "drot: interrupted\n"
     finally:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 @pytest.mark.parametrize("sequential", [False, True])
