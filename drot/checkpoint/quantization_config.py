@@ -128,6 +128,13 @@ def expect_stored(model: "PreTrainedModel", held: DrotConfig) -> None:
 
     Raises UserError for what does not fit the model.
     """
+    expect_rotations(model, held)
+    if held.packed:
+        expect_packed(model, held.dense_linears)
+
+
+def expect_rotations(model: Any, held: DrotConfig) -> None:
+    """As `expect_stored`, without the packed linears."""
     decoder = DecoderModel(model)
     bases = held.bases(len(decoder.layers))
     for layer in decoder.layers:
@@ -135,8 +142,6 @@ def expect_stored(model: "PreTrainedModel", held: DrotConfig) -> None:
             layer.expect_boundary(held.boundary)
         if held.down_rotation is not None:
             layer.expect_down_rotation(held.down_rotation)
-    if held.packed:
-        expect_packed(model, held.dense_linears)
 
 
 def drot_config_of_modules(model: "PreTrainedModel") -> DrotConfig | None:

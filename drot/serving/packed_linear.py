@@ -31,13 +31,14 @@ class PackedConfig:
     """Mixin for an engine's quantisation config. It says which linears are packed.
 
     engine: the name of the engine, for messages. drot: the keys of the checkpoint's `quantization_config`.
+    dense: the linears that are not packed, and the modules in which they are.
     """
 
     engine: str
 
     def __init__(self, drot: DrotConfig) -> None:
         super().__init__()
-        self.drot = drot
+        self.drot, self.dense = drot, set(drot.dense_linears)
 
     def get_name(self) -> str:
         return QUANT_METHOD
@@ -60,8 +61,8 @@ class PackedConfig:
         UserError if drot left only a part of them dense.
         """
         path, _, name = prefix.removeprefix("model.").rpartition(".")
-        parts = [f"{path}.{part}" for part in mapping.get(name, [name])]
-        dense = [part for part in parts if part in self.drot.dense_linears]
+        parts = [".".join(filter(None, (path, part))) for part in mapping.get(name, [name])]
+        dense = [part for part in parts if part in self.dense]
         if dense and len(dense) < len(parts):
             raise UserError(
                 f"{self.engine} computes {', '.join(parts)} as one product, and drot packed only some of "

@@ -3,7 +3,8 @@
 | what vLLM must learn                          | how                                           |
 |-----------------------------------------------|-----------------------------------------------|
 | `quant_method` drot, the packed linears       | register_quantization_config (vllm_linear.py) |
-| layers that hold Q or R3, of SERVED_FAMILIES  | ModelRegistry (vllm_models.py)                |
+| layers that hold Q or R3, in vLLM's models    | ModelRegistry (vllm_models.py)                |
+| the same in models of transformers            | ModelRegistry (vllm_transformers.py)          |
 | the family's config, with these architectures | AutoConfig.register (here)                    |
 
 Without the plugin, vLLM refuses such a checkpoint: no class of vLLM or transformers has its `model_type`. The
@@ -22,13 +23,24 @@ from drot.serving.requirements import check_family, warn_of_engine
 
 #: the version with which the tests have run
 TESTED = "0.32.0"
-#: `model_type` of a family → its architecture in vLLM
+#: `model_type` of a family that vLLM computes by a model of its own → its architecture
 SERVED_FAMILIES = {
     "llama": "DrotLlamaForCausalLM",
     "mistral": "DrotMistralForCausalLM",
+    "ministral3": "DrotMistralForCausalLM",
+    "ernie4_5": "DrotErnie4_5ForCausalLM",
+    "phi3": "DrotPhi3ForCausalLM",
     "qwen2": "DrotQwen2ForCausalLM",
     "qwen3": "DrotQwen3ForCausalLM",
 }
+#: families that vLLM computes by a model of transformers
+FAMILIES_OF_TRANSFORMERS = (
+    "apertus", "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
+    "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3",
+    "ministral", "olmo2", "olmo3", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
+)  # fmt: skip
+#: their architecture
+OF_TRANSFORMERS = "DrotTransformersForCausalLM"
 
 
 class EngineConfig(StoredConfig):
@@ -42,8 +54,8 @@ class EngineConfig(StoredConfig):
         """
         found = super().from_dict(config_dict, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with return_unused_kwargs
-        check_family("vLLM", SERVED_FAMILIES, config.model_type)
-        config.architectures = [SERVED_FAMILIES[config.model_type]]
+        check_family("vLLM", (*SERVED_FAMILIES, *FAMILIES_OF_TRANSFORMERS), config.model_type)
+        config.architectures = [SERVED_FAMILIES.get(config.model_type, OF_TRANSFORMERS)]
         return found
 
 
@@ -58,11 +70,13 @@ def register() -> None:
 
         # the import registers the quantisation
         import drot.serving.vllm_linear
-        import drot.serving.vllm_models  # noqa: F401
+        import drot.serving.vllm_transformers  # noqa: F401
 
-        for architecture in SERVED_FAMILIES.values():
+        classes = dict.fromkeys(SERVED_FAMILIES.values(), "drot.serving.vllm_models")
+        classes[OF_TRANSFORMERS] = "drot.serving.vllm_transformers"
+        for architecture, module in classes.items():
             if architecture not in ModelRegistry.get_supported_archs():
-                ModelRegistry.register_model(architecture, f"drot.serving.vllm_models:{architecture}")
+                ModelRegistry.register_model(architecture, f"{module}:{architecture}")
     except Exception as error:  # it would end vLLM, also for the models of others
         warn_of_engine("vLLM", TESTED, error)
         return

@@ -1,5 +1,7 @@
 """The models of drot's checkpoints in vLLM: vLLM's own, with the rotations that a checkpoint holds.
 
+Families of which vLLM has no such model are in drot/serving/vllm_transformers.py.
+
 drot/model/boundary.py says what the rotations are and where they act. In vLLM:
 
 - Q [d, d] is a product of its own on every tensor-parallel rank. Fused with down_proj, as drot.sparse.fused
@@ -18,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.models.ernie45 import Ernie4_5ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -30,6 +34,8 @@ from drot.core.errors import UserError
 from drot.machine.devices import check_gpu, is_gpu
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.boundary import NORM_PREFIX, ROTATION_MODULE
+from drot.model.families import layer_families
+from drot.model.family import by_module
 from drot.model.mixins import mix
 
 SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families
@@ -93,53 +99,62 @@ def add_down_rotation(mlp: Any, width: int, size: int) -> None:
 
     Raises UserError if a block would straddle two ranks.
     """
-    ranks = get_tensor_model_parallel_world_size()
-    if width % (ranks * size):
-        raise UserError(
-            f"the {width // size} blocks of down_rotation, of {size} columns each, cannot be divided among "
-            f"{ranks} tensor-parallel ranks without cutting a block: choose another number of ranks"
-        )
-    blocks = width // size // ranks
-    # vLLM sets both while it builds a model
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    if is_gpu(device):
-        check_gpu(device)  # of a dense checkpoint nothing else does
-    rotation = BlockRotation(blocks, size, dtype=dtype, device=device)
-
-    def load(parameter: Tensor, loaded: Tensor) -> None:
-        parameter.data.copy_(loaded.narrow(0, get_tensor_model_parallel_rank() * blocks, blocks))
-
-    rotation.weight.weight_loader = load  # type: ignore[attr-defined]
+    rotation = BlockRotation(width // size, size, dtype=torch.get_default_dtype(), device="meta")
+    keep_own_blocks(rotation)
     setattr(mlp, DOWN_ROTATION, rotation)
     mix(mlp, VllmRotatedMLP)
 
 
-class VllmDrotModel:
-    """Mixin in front of a model of vLLM, whose decoder layers hold what the checkpoint says."""
+def keep_own_blocks(rotation: BlockRotation) -> None:
+    """Replaces the blocks of an R3 on the device `meta` by uninitialised ones, those of this rank.
 
-    model: Any
+    Raises UserError if a block would straddle two ranks.
+    """
+    count, size = rotation.weight.shape[:2]
+    ranks = get_tensor_model_parallel_world_size()
+    if count % ranks:
+        raise UserError(
+            f"the {count} blocks of down_rotation, of {size} columns each, cannot be divided among "
+            f"{ranks} tensor-parallel ranks without cutting a block: choose another number of ranks"
+        )
+    own = count // ranks
+    device = torch.get_default_device()  # vLLM sets it and the dtype while it builds a model
+    if is_gpu(device):
+        check_gpu(device)  # of a dense checkpoint nothing else does
+    weight: Any = nn.Parameter(torch.empty(own, size, size, device=device), requires_grad=False)
+
+    def load(parameter: Tensor, loaded: Tensor) -> None:
+        parameter.data.copy_(loaded.narrow(0, get_tensor_model_parallel_rank() * own, own))
+
+    weight.weight_loader = load
+    rotation.weight = weight
+
+
+def pruned_modules(config: Any) -> dict[str, set[str]]:
+    """The modules that hold the pruned linears of a model, such as `layers.0.mlp.gate_up_proj` → the names of
+    these linears."""
+    return {
+        f"layers.{index}.{linears[0].path}": {family.full_name(index, linear) for linear in linears}
+        for index, family in enumerate(layer_families(config, config.num_hidden_layers))
+        for linears in by_module(family.linears)
+    }
+
+
+class CompleteWeights:
+    """Mixin in front of a model of vLLM, which refuses a checkpoint that lacks a tensor; vLLM does not look.
+
+    renamed: the stock names of the tensors that have NORM_PREFIX in the checkpoint, where the model has them.
+    """
+
     packed_modules_mapping: dict[str, list[str]]
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        self.renamed: dict[str, str] = {}
+        quantization = vllm_config.quant_config
+        modules = pruned_modules(vllm_config.model_config.hf_config)
+        quantization.dense |= {name for name, linears in modules.items() if linears & quantization.dense}
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix)
-        config, held = vllm_config.model_config.hf_config, vllm_config.quant_config.drot
-        bases = held.bases(config.num_hidden_layers)
-        #: the stock names of the tensors that have NORM_PREFIX in the checkpoint
-        self.renamed: dict[str, str] = {}
-        for index, layer in enumerate(self.model.layers):
-            if isinstance(layer, PPMissingLayer):  # of another pipeline-parallel rank
-                continue
-            name = f"model.layers.{index}."
-            if bases.holds(index):
-                add_boundary_rotation(layer, held.boundary, config.hidden_size)
-                self._rename(name, "input_layernorm")
-            if held.down_rotation is not None:
-                add_down_rotation(layer.mlp, config.intermediate_size, held.down_rotation)
-                self._rename(name, "post_attention_layernorm")
-
-    def _rename(self, layer: str, norm: str) -> None:
-        self.renamed[f"{layer}{NORM_PREFIX}{norm}.weight"] = f"{layer}{norm}.weight"
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the tensors of a checkpoint by vLLM's loaders, and returns the names of the parameters.
@@ -174,6 +189,30 @@ class VllmDrotModel:
                 yield stored.get(stock, stock)
 
 
+class VllmDrotModel(CompleteWeights):
+    """Mixin in front of a model of vLLM, whose decoder layers hold what the checkpoint says."""
+
+    model: Any
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config, held = vllm_config.model_config.hf_config, vllm_config.quant_config.drot
+        bases = held.bases(config.num_hidden_layers)
+        for index, layer in enumerate(self.model.layers):
+            if isinstance(layer, PPMissingLayer):  # of another pipeline-parallel rank
+                continue
+            name = f"model.layers.{index}."
+            if bases.holds(index):
+                add_boundary_rotation(layer, held.boundary, config.hidden_size)
+                self._rename(name, "input_layernorm")
+            if held.down_rotation is not None:
+                add_down_rotation(layer.mlp, config.intermediate_size, held.down_rotation)
+                self._rename(name, "post_attention_layernorm")
+
+    def _rename(self, layer: str, norm: str) -> None:
+        self.renamed[f"{layer}{NORM_PREFIX}{norm}.weight"] = f"{layer}{norm}.weight"
+
+
 class DrotLlamaForCausalLM(VllmDrotModel, LlamaForCausalLM):
     pass
 
@@ -187,4 +226,12 @@ class DrotQwen2ForCausalLM(VllmDrotModel, Qwen2ForCausalLM):
 
 
 class DrotQwen3ForCausalLM(VllmDrotModel, Qwen3ForCausalLM):
+    pass
+
+
+class DrotErnie4_5ForCausalLM(VllmDrotModel, Ernie4_5ForCausalLM):
+    pass
+
+
+class DrotPhi3ForCausalLM(VllmDrotModel, Phi3ForCausalLM):
     pass

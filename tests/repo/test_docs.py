@@ -22,6 +22,7 @@ from drot.cli.commands import COMMANDS, imported
 from drot.model.families import FAMILIES
 from drot.model.family import by_module
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.serving.vllm import FAMILIES_OF_TRANSFORMERS, SERVED_FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
@@ -334,6 +335,14 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
         fenced ^= line.lstrip().startswith("```")
         if not fenced and not line.lstrip().startswith(("|", "$$", "![", "```")):
             yield number, line
+
+
+def test_the_families_in_vllm_are_those_of_the_plugin() -> None:
+    page = (ROOT / "docs/deploy.md").read_text()
+    rows = re.findall(r"^    \| (vLLM's|transformers') model[^|]*\| (.*) \|$", page, re.MULTILINE)
+    found = {by: re.findall(r"`(\w+)`", names) for by, names in rows}
+    assert found == {"vLLM's": list(SERVED_FAMILIES), "transformers'": list(FAMILIES_OF_TRANSFORMERS)}
+    assert f"checkpoints of {len(SERVED_FAMILIES) + len(FAMILIES_OF_TRANSFORMERS)} families" in page
 
 
 def test_lines_of_prose_have_at_most_110_columns() -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # read by the imports of vLLM
 
 import torch
-from torch.nn import functional
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.model_executor.models.transformers.utils import can_enable_torch_compile
 
 from drot.serving.vllm import register
 
@@ -30,28 +31,49 @@ TOKENS = torch.arange(3, 17)
 def attention(self, query, key, value, *_, **__):
     """Causal attention of one sequence. query [tokens, heads · head_size]."""
     q, k, v = (x.unflatten(-1, (-1, self.head_size)).transpose(0, 1) for x in (query, key, value))
-    out = functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=self.impl.scale, enable_gqa=True
-    )
-    return out.transpose(0, 1).flatten(1)
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    scores = q @ k.mT * self.impl.scale
+    if cap := self.impl.logits_soft_cap:
+        scores = cap * torch.tanh(scores / cap)
+    back = torch.arange(len(TOKENS))[:, None] - torch.arange(len(TOKENS))
+    seen = (back >= 0) & (back < (self.sliding_window or len(TOKENS)))
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if (sinks := self.impl.sinks) is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, len(TOKENS), 1)], -1)
+    weights = scores.softmax(-1)[..., : len(TOKENS)]
+    return (weights @ v).transpose(0, 1).flatten(1)
 
 
 def computed(engine):
-    """What a rank has loaded and computes: tensors, the products of layer 1, logits."""
+    """What a rank has loaded and computes: tensors, the products of layer 1 of vLLM's own classes, logits."""
     loaded = get_model(vllm_config=engine)
     positions = torch.arange(len(TOKENS))
-    layer = loaded.model.layers[1]
     found = {
         "architecture": type(loaded).__name__,
         "quantization": engine.model_config.quantization,
         "tensors": {name: tensor.clone() for name, tensor in loaded.state_dict().items()},
         "products": {},
     }
+    with set_forward_context(None, engine, num_tokens=len(TOKENS)):
+        found["logits"] = loaded.compute_logits(loaded(TOKENS, positions))
+        if isinstance(loaded, TransformersForCausalLM):
+            if engine.parallel_config.tensor_parallel_size > 1:
+                return found
+            torch.compiler.reset()  # else it counts the other models as compilations of this one
+            traced = loaded.model
+            if can_enable_torch_compile(engine):
+                traced = torch.compile(loaded.model, backend="eager", fullgraph=True)
+            outputs = [
+                model(input_ids=TOKENS[None], position_ids=positions[None], use_cache=False).last_hidden_state
+                for model in (loaded.model, traced)
+            ]
+            found["traced"] = torch.equal(*outputs)
+            return found
+    layer = loaded.model.layers[1]
     for name, linear in (("qkv", layer.self_attn.qkv_proj), ("down", layer.mlp.down_proj)):
         x = torch.randn(5, linear.input_size_per_partition, generator=torch.Generator().manual_seed(0))
         found["products"][name] = (x, linear.quant_method.apply(linear, x, None))
     with set_forward_context(None, engine, num_tokens=len(TOKENS)):
-        found["logits"] = loaded.compute_logits(loaded(TOKENS, positions))
         x = loaded.embed_input_ids(TOKENS)
         eager = layer(positions, x, x)
         traced = torch.compile(layer, backend="eager", fullgraph=True)(positions, x, x)

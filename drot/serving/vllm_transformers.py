@@ -1,0 +1,56 @@
+"""The models of drot's checkpoints in vLLM, of families that vllm_models.py lacks: those of transformers.
+
+vLLM makes an empty model of transformers, and replaces its linears, norms and attention by its own. drot adds
+the rotations in between, as `drot.load` does. So a decoder layer is drot's (drot/model/boundary.py).
+
+A packed linear is one of the replaced linears. Q is one of them too, dense and whole on each rank. R3 keeps
+the blocks for the columns that down_proj has on the rank.
+"""
+
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.model_executor.models.utils import PPMissingLayer
+
+from drot.checkpoint.quantization_config import expect_rotations
+from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.families import family_of
+from drot.model.linear import module_at
+from drot.serving.vllm_models import CompleteWeights, keep_own_blocks, pruned_modules
+
+
+def logits_scale(config: Any) -> float:
+    """The number by which a model multiplies its logits."""
+    family = family_of(config)
+    names = family.logits_multiplier, family.logits_divisor
+    multiplier, divisor = (1.0 if name is None else float(getattr(config, name)) for name in names)
+    return multiplier / divisor
+
+
+class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
+    """The model of a family in FAMILIES_OF_TRANSFORMERS."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if self.pp_group.is_last_rank:
+            self.logits_processor.scale = logits_scale(self.config)  # vLLM reads `logit_scale` alone
+
+    def pipeline_parallel(self) -> None:
+        """Adds the rotations to the empty model of transformers, before vLLM replaces a part of it."""
+        quantization = self.vllm_config.quant_config
+        expect_rotations(self, quantization.drot)
+        linears = {name for name, each in self.model.named_modules() if isinstance(each, nn.Linear)}
+        quantization.dense |= linears - pruned_modules(self.config).keys()  # such as Q
+        super().pipeline_parallel()
+
+    def recursive_replace(self) -> None:
+        """Lets vLLM replace the linears, and R3 keep the blocks for the columns of this rank's down_proj."""
+        super().recursive_replace()
+        family = family_of(self.config)
+        for layer in self.model.layers:
+            for path in () if isinstance(layer, PPMissingLayer) else family.down_modules:
+                mlp = module_at(layer, path)
+                down = module_at(mlp, family.mlp_parts(path)[1])
+                if hasattr(mlp, DOWN_ROTATION) and getattr(down, "input_is_parallel", False):
+                    keep_own_blocks(getattr(mlp, DOWN_ROTATION))
