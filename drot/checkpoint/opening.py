@@ -26,7 +26,7 @@ from drot.checkpoint.source import (
     stored_state,
     weight_files,
 )
-from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig, restored
+from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig, keep_bound_of_scores, restored
 from drot.core.checks import counted, is_a, shortened
 from drot.core.errors import UserError, quoted
 from drot.core.reading import leaves
@@ -71,6 +71,7 @@ def load_outer_config(path: str | Path) -> Any:
             config = StoredConfig.from_pretrained(folder, name_or_path=str(folder))
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+            keep_bound_of_scores(config)
         drot_config_of(config)  # checks the quantization_config of a checkpoint that drot wrote
         text = config.get_text_config()
         if not isinstance(text, PreTrainedConfig):

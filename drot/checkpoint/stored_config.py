@@ -56,7 +56,9 @@ class StoredConfig(PreTrainedConfig):
         """
         entries = restored(config_dict | {"model_type": MODEL_TYPE})
         found = CONFIG_MAPPING[entries["model_type"]].from_dict(entries, **kwargs)
-        register(found[0] if isinstance(found, tuple) else found)  # with return_unused_kwargs
+        config = found[0] if isinstance(found, tuple) else found  # with return_unused_kwargs
+        register(config)
+        keep_bound_of_scores(config)
         return found
 
 
@@ -88,6 +90,15 @@ def write_stored_form(file: Path) -> None:
     if entries["model_type"] != MODEL_TYPE:
         entries |= STORED | {BASE_MODEL_TYPE: entries["model_type"]}
         file.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def keep_bound_of_scores(config: Any) -> None:
+    """Chooses an attention that bounds its scores, if the model bounds them.
+
+    transformers before 5.21 takes PyTorch's attention for Gemma 2 and VaultGemma, and leaves the bound out.
+    """
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        config._attn_implementation = "eager"
 
 
 AutoConfig.register(MODEL_TYPE, StoredConfig, exist_ok=True)

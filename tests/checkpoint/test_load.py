@@ -1,12 +1,14 @@
-"""`drot.load` never runs code that a checkpoint brings along."""
+"""What `drot.load` runs and refuses, and which attention it chooses."""
 
 import json
 
 import pytest
-from small_models import small_model
+import torch
+from small_models import random_tokens, small_model
 
 import drot
 from drot.checkpoint.manifest import read_any_manifest
+from drot.checkpoint.stored_config import write_stored_form
 from drot.core.errors import UserError
 
 
@@ -28,3 +30,16 @@ def test_a_run_that_has_not_ended_is_named(name, tmp_path):
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(UserError, match=r"out\.partial is a run that has not ended: continue it"):
         read_any_manifest(tmp_path / name)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_attention_bounds_its_scores(stored, tmp_path):
+    """PyTorch's attention has no such bound, and transformers took it for Gemma 2 until 5.20."""
+    model, tokens = small_model("gemma2"), random_tokens(1, 20)
+    model.set_attn_implementation("eager")
+    expected = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    if stored:
+        write_stored_form(tmp_path / "config.json")
+    loaded = drot.load(tmp_path, device="cpu")
+    torch.testing.assert_close(loaded(tokens).logits, expected)
