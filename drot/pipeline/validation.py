@@ -68,8 +68,8 @@ def check_recipe(
     if rotation.down_block is not None:
         if not family_of(config).takes("r3"):
             raise UserError(
-                f"`down_rotation` must be auto or none for a model of type {config.model_type!r}, whose MLP "
-                f"takes no R3; got {rotation.down_block}"
+                f"a model of type {config.model_type!r} takes no R3, got blocks of {rotation.down_block}: "
+                "use `down_rotation` auto or none, and the rotation stock in place of light"
             )
         check_down_block(rotation.down_block, *down_widths(config))
     if recipe.pruning.route_all and not experts_of(config):

@@ -9,15 +9,37 @@ the blocks for the columns that down_proj has on the rank.
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from drot.checkpoint.quantization_config import expect_rotations
-from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.block_rotation import DOWN_ROTATION, activation_of
 from drot.model.families import family_of
 from drot.model.linear import module_at
+from drot.model.mixins import mix, unmix
+from drot.model.one_op import GatedMLP
 from drot.serving.vllm_models import CompleteWeights, keep_own_blocks, pruned_modules
+
+
+class MergedMLP(GatedMLP):
+    """A GatedMLP whose calls of gate and up vLLM finds in its source, and replaces by one of both."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """x [..., d] -> what the stock forward returns."""
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
+        output: Tensor = self.down_proj(self.down_rotation(gate, up, activation_of(self, self.family)))
+        return output
+
+
+def merge_gate_and_up(model: nn.Module) -> None:
+    """Lets vLLM compute gate and up by one product in MLPs that hold R3."""
+    for mlp in model.modules():
+        if isinstance(mlp, GatedMLP) and mlp.parts == (("gate_proj", "up_proj"), "down_proj"):
+            given = mlp.given
+            unmix(mlp)
+            mix(mlp, MergedMLP, **given)
 
 
 def logits_scale(config: Any) -> float:
@@ -40,6 +62,9 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
         """Adds the rotations to the empty model of transformers, before vLLM replaces a part of it."""
         quantization = self.vllm_config.quant_config
         expect_rotations(self, quantization.drot)
+        # without a plan, vLLM divides the outputs of gate and up, and not the inputs of down_proj
+        if self.model.tp_plan or self.tp_group.world_size == 1:
+            merge_gate_and_up(self.model)
         linears = {name for name, each in self.model.named_modules() if isinstance(each, nn.Linear)}
         quantization.dense |= linears - pruned_modules(self.config).keys()  # such as Q
         super().pipeline_parallel()

@@ -2,8 +2,8 @@
 
 Arguments: the rank, the number of ranks, a file by which the ranks meet, the file of results, checkpoints.
 
-The wheel of vLLM has CUDA kernels only. So the custom ops are those in PyTorch, and the attention of one
-sequence is PyTorch's. Everything else is vLLM's own.
+The wheel of vLLM has CUDA kernels only. So the custom ops are those in PyTorch, and the attention is that of
+one sequence by its formula. Everything else is vLLM's own.
 """
 
 import os
