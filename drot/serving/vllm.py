@@ -37,7 +37,7 @@ SERVED_FAMILIES = {
 FAMILIES_OF_TRANSFORMERS = (
     "apertus", "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
     "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3",
-    "ministral", "olmo2", "olmo3", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
+    "ministral", "olmo2", "olmo3", "opt", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 #: their architecture
 OF_TRANSFORMERS = "DrotTransformersForCausalLM"

@@ -134,7 +134,9 @@ def pruned_modules(config: Any) -> dict[str, set[str]]:
     """The modules that hold the pruned linears of a model, such as `layers.0.mlp.gate_up_proj` → the names of
     these linears."""
     return {
-        f"layers.{index}.{linears[0].path}": {family.full_name(index, linear) for linear in linears}
+        f"{family.layers.removeprefix('model.')}.{index}.{linears[0].path}": {
+            family.full_name(index, linear) for linear in linears
+        }
         for index, family in enumerate(layer_families(config, config.num_hidden_layers))
         for linears in by_module(family.linears)
     }

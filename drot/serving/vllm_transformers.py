@@ -73,7 +73,7 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
         """Lets vLLM replace the linears, and R3 keep the blocks for the columns of this rank's down_proj."""
         super().recursive_replace()
         family = family_of(self.config)
-        for layer in self.model.layers:
+        for layer in module_at(self, family.layers):
             for path in () if isinstance(layer, PPMissingLayer) else family.down_modules:
                 mlp = module_at(layer, path)
                 down = module_at(mlp, family.mlp_parts(path)[1])

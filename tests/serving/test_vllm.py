@@ -33,6 +33,7 @@ SERVED = {
 LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 64) | {"num_key_value_heads": 4}
 LATENT |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
 OWN_SIZES = {"youtu": LATENT, "minicpm3": LATENT, "cohere": HEADS | {"use_qk_norm": False}}
+OWN_SIZES["opt"] = {"num_key_value_heads": 4, "ffn_dim": 256}
 SERVED |= {
     family: (
         family, OWN_SIZES.get(family, HEADS), "layer", R3 if FAMILIES[family].down_modules else {}, "packed",
