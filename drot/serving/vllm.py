@@ -19,6 +19,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig
+from drot.model.multimodal import language_config
 from drot.serving.requirements import check_family, warn_of_engine
 
 #: the version with which the tests have run
@@ -50,13 +51,15 @@ class EngineConfig(StoredConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """The family's config, whose `architectures` name a class of drot/serving/vllm_models.py.
 
+        Of a model that reads images too, it is the config of the language model, which alone is served.
         Raises UserError for a family that the plugin does not have.
         """
         found = super().from_dict(config_dict, **kwargs)
-        config = found[0] if isinstance(found, tuple) else found  # with return_unused_kwargs
+        outer, *unused = found if isinstance(found, tuple) else (found,)  # with return_unused_kwargs
+        config = language_config(outer)
         check_family("vLLM", (*SERVED_FAMILIES, *FAMILIES_OF_TRANSFORMERS), config.model_type)
         config.architectures = [SERVED_FAMILIES.get(config.model_type, OF_TRANSFORMERS)]
-        return found
+        return (config, *unused) if unused else config
 
 
 def register() -> None:

@@ -28,6 +28,8 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
+from drot.checkpoint.opening import names_in_files
+from drot.checkpoint.source import model_folder
 from drot.config import BoundaryPlace
 from drot.core.checks import counted
 from drot.core.errors import UserError
@@ -152,7 +154,9 @@ class CompleteWeights:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         self.renamed: dict[str, str] = {}
+        self.checkpoint: str = vllm_config.model_config.model
         quantization = vllm_config.quant_config
+        self.family_name = vllm_config.model_config.hf_config.model_type
         modules = pruned_modules(vllm_config.model_config.hf_config)
         quantization.dense |= {name for name, linears in modules.items() if linears & quantization.dense}
         stock: Any = super()
@@ -164,9 +168,14 @@ class CompleteWeights:
         Raises UserError if a tensor is missing, also a norm whose name does not say that its layer rotates.
         """
         found: set[str] = set()
+        names = names_in_files(model_folder(self.checkpoint), self.family_name)
 
         def named() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
+                if names is not None:
+                    if not names.is_text(name):  # a part of what reads images
+                        continue
+                    name = names.own(name) or name
                 found.add(name)
                 yield self.renamed.get(name, name), tensor
 

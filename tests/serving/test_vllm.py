@@ -8,9 +8,10 @@ import sys
 
 import pytest
 import torch
-from engines import HEADS, ROOT, run_ranks, save
-from runs import saved_tensors
+from engines import CALIBRATION, HEADS, ROOT, SIZES, run_ranks, save
+from runs import one_shot, prune, saved_tensors
 from safetensors.torch import load_file, save_file
+from small_multimodal import save_small_multimodal
 
 import drot
 from drot.model.families import FAMILIES
@@ -45,6 +46,8 @@ SERVED |= {
     f"{family}, kept": (family, HEADS, "layer", R3 | {"keep": [f"layers.1.{kept}"]}, "packed")
     for family, kept in (("phi3", "self_attn.*"), ("glm", "mlp.gate_proj"), ("smollm3", "mlp.*"))
 }
+#: models that read images too, whose language model is served
+MULTIMODAL = ("gemma3", "mistral3")
 #: the same, and what the message of the refusal has
 REFUSED = {
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
@@ -64,6 +67,10 @@ def checkpoints(tmp_path_factory):
         save(folder / name, *chosen)
     for name, (chosen, _) in REFUSED.items():
         save(folder / name, *chosen)
+    for name in MULTIMODAL:
+        source = save_small_multimodal(folder / "sources" / name, name, **SIZES | HEADS)
+        chosen = one_shot("layer", **R3, sparsity="2:4", nsamples=len(CALIBRATION))
+        prune(source, chosen, out=folder / name, format="packed")
     save(folder / "straddles", *STRADDLES)
     save(folder / "unnamed", *SERVED["residual"])  # its norm has the stock name, as if no layer rotated
     rotated, stock = (f"model.layers.0.{p}input_layernorm.weight" for p in ("rotated_", ""))
@@ -77,21 +84,21 @@ def checkpoints(tmp_path_factory):
 def results(checkpoints, tmp_path_factory):
     """Number of ranks → the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    models = [checkpoints / name for name in (*SERVED, *REFUSED, "straddles", "unnamed")]
+    models = [checkpoints / name for name in (*SERVED, *MULTIMODAL, *REFUSED, "straddles", "unnamed")]
     return {ranks: run_ranks("vllm_rank.py", folder, ranks, models) for ranks in (1, 2)}
 
 
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, *MULTIMODAL])
 def test_vllm_computes_the_logits_of_drot(checkpoints, results, name, ranks):
     model = drot.load(checkpoints / name, device="cpu")
     expected = model(torch.arange(3, 17)[None]).logits[0]
     for found in results[ranks]:
         found = found[name]
         assert isinstance(found, dict), found
-        family = SERVED[name][0]
+        family = model.config.model_type
         assert found["architecture"] == plugin.SERVED_FAMILIES.get(family, plugin.OF_TRANSFORMERS)
         assert found["quantization"] == "drot" and found.get("traced", True)
         torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
