@@ -19,7 +19,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig
+from drot.core.errors import UserError
 from drot.model.multimodal import language_config
+from drot.model.sizes import experts_of
 from drot.serving.requirements import check_family, warn_of_engine
 
 #: the version with which the tests have run
@@ -36,9 +38,10 @@ SERVED_FAMILIES = {
 }
 #: families that vLLM computes by a model of transformers
 FAMILIES_OF_TRANSFORMERS = (
-    "apertus", "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
-    "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3",
-    "ministral", "olmo2", "olmo3", "opt", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
+    "apertus", "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "gemma4_text", "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa", "helium",
+    "hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3", "ministral", "olmo2", "olmo3", "opt",
+    "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 #: their architecture
 OF_TRANSFORMERS = "DrotTransformersForCausalLM"
@@ -58,6 +61,10 @@ class EngineConfig(StoredConfig):
         outer, *unused = found if isinstance(found, tuple) else (found,)  # with return_unused_kwargs
         config = language_config(outer)
         check_family("vLLM", (*SERVED_FAMILIES, *FAMILIES_OF_TRANSFORMERS), config.model_type)
+        if experts_of(config):  # as the largest model of gemma4_text
+            raise UserError(
+                "drot's plugin for vLLM serves no mixture of experts: serve this checkpoint by `drot serve`"
+            )
         config.architectures = [SERVED_FAMILIES.get(config.model_type, OF_TRANSFORMERS)]
         return (config, *unused) if unused else config
 

@@ -34,6 +34,8 @@ SERVED = {
 LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 64) | {"num_key_value_heads": 4}
 LATENT |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
 OWN_SIZES = {"youtu": LATENT, "minicpm3": LATENT, "cohere": HEADS | {"use_qk_norm": False}}
+GEMMA4 = {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 2}
+OWN_SIZES |= {"gemma4_text": GEMMA4 | {"hidden_size_per_layer_input": 64}, "gemma4_unified_text": GEMMA4}
 OWN_SIZES["opt"] = {"num_key_value_heads": 4, "ffn_dim": 256}
 SERVED |= {
     family: (
@@ -46,6 +48,7 @@ SERVED |= {
     f"{family}, kept": (family, HEADS, "layer", R3 | {"keep": [f"layers.1.{kept}"]}, "packed")
     for family, kept in (("phi3", "self_attn.*"), ("glm", "mlp.gate_proj"), ("smollm3", "mlp.*"))
 }
+SERVED["gemma4, lends"] = ("gemma4_text-lends", OWN_SIZES["gemma4_text"], "layer", R3, "packed")
 #: models that read images too, whose language model is served
 MULTIMODAL = ("gemma3", "mistral3")
 #: the same, and what the message of the refusal has
@@ -53,6 +56,7 @@ REFUSED = {
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
     "experts": (("qwen3_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
+    "experts beside": (("gemma4_text-experts", {}, "none", {}, "packed"), "serves no mixture of experts"),
 }
 #: refused by two ranks only
 STRADDLES = ("llama", HEADS, "layer", {"down_rotation": 256, "boundary": "residual"}, "packed")
