@@ -35,7 +35,10 @@ def describe_model(name: str) -> dict[str, Any]:
     outer = load_outer_config(name)
     config = language_config(outer)
     if quantization_config_of(config).get("quant_method") == QUANT_METHOD:
-        raise UserError(f"{name} was pruned by drot, but its {MANIFEST} is missing: copy it again")
+        raise UserError(
+            f"{name} is in a format of drot, and has no {MANIFEST}: if drot pruned it, copy it again; drot "
+            "convert writes none for a model that drot did not prune"
+        )
     found: dict[str, Any] = {"model_type": outer.model_type, "supported": config.model_type in FAMILIES}
     if (text := outer.get_text_config()) is not outer:
         found["text_model"] = text.model_type

@@ -60,6 +60,8 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
+    except UserError:  # of the caller
+        raise
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}): copy it again") from None
 

@@ -1,5 +1,6 @@
 """The command `drot compare`, and its table."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +67,7 @@ def compare(
         print_json(found)
         return
     print_comparison(folder, found)
-    if not no_record:
+    if not no_record and os.access(folder, os.W_OK):
         print_line(f"drot report {shlex.quote(str(folder))} shows these figures in a page")
 
 

@@ -81,7 +81,9 @@ def _is_other_model(folder: Path) -> bool:
     from drot.checkpoint.integrity import CONFIG_FILE
     from drot.checkpoint.source import ADAPTER, GGUF  # it imports torch
 
-    return folder.suffix == GGUF or any((folder / name).exists() for name in (CONFIG_FILE, ADAPTER))
+    if folder.suffix == GGUF or any((folder / name).exists() for name in (CONFIG_FILE, ADAPTER)):
+        return True
+    return any(folder.glob(f"*{GGUF}"))  # the message names the file
 
 
 def _show_model(name: str, as_json: bool) -> None:

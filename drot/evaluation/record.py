@@ -1,5 +1,6 @@
 """The evaluations of a checkpoint in its manifest, drot.json."""
 
+import contextlib
 import datetime
 import logging
 from importlib import metadata
@@ -60,10 +61,15 @@ def record(folder: str, figures: dict[str, Any]) -> None:
         manifest.evaluations = [*kept, new]
         save_card(Path(folder), manifest)
 
+    card = Path(folder) / CARD
+    before = card.read_bytes() if card.exists() else None
     try:
         update_manifest(folder, add, [CARD])
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
+        if before is not None and card.read_bytes() != before:  # on a full disk, say
+            with contextlib.suppress(OSError):
+                card.write_bytes(before)
 
 
 def _measurement(entry: EvaluationRecord) -> Any:

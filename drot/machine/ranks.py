@@ -37,6 +37,8 @@ BEAT, BEATS, LOOKS = 1.0, 5, 9
 #: beats of a rank that has ended its work without an error
 DONE = 1 << 40
 CPU = torch.device("cpu")
+#: its name from torch 2.13 on, and before
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: how often this process has joined others
 _joined = itertools.count()
 
@@ -165,7 +167,7 @@ class Ranks:
         # bytes, because not every backend knows every dtype
         sent = whole.view(-1).view(torch.uint8)
         with self._alive():
-            dist.all_gather_into_tensor(sent, sent.chunk(self.size)[self.rank])
+            _all_gather(sent, sent.chunk(self.size)[self.rank])
 
     def each(self, value: Value) -> list[Value]:
         """The value of each rank, which must be picklable."""

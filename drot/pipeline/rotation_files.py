@@ -1,6 +1,7 @@
 """The files of rotations of a run: the file that it uses instead of training, and the file that it writes."""
 
 import itertools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from drot.core.files import check_file_name, check_writable
 from drot.core.hashes import file_record
 from drot.model.rotation import RotationsOfLayers
 from drot.pipeline.context import RunContext
+
+logger = logging.getLogger("drot")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def with_given_r3(recipe: Recipe, path: str | Path | None) -> Recipe:
     held = stored_down_block(Path(path)) or "none"
     if wanted not in ("auto", held):
         raise UserError(
-            f"`down_rotation` must be {held}, as in the rotations of {path}; got {wanted}: leave it out"
+            f"`down_rotation` must be {held}, as in the rotations of {path}; got {wanted}: leave it out, and "
+            "take the rotation layer or shared in place of stock and light, which set it"
         )
     return recipe.replace(down_rotation=held)
 
@@ -63,12 +67,20 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
     shared, sharing = run.recipe.rotation.mode == "shared", run.bases.sharing
     pairs = itertools.pairwise(stored_r1s(path))  # read only as far as they are compared
     changes = (index for index, pair in enumerate(pairs) if not torch.equal(*pair))
-    if shared and next(changes, None) is not None:
+    first = next(changes, None)
+    if shared and first is not None:
         raise UserError(
             f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
             'use `mode="layer"`'
         )
-    wrong = (index for index in changes if not run.bases.ends_segment(index))
+    if first is None and run.bases.place in ("input", "residual"):
+        logger.warning(
+            "%s holds one R1 for all layers, which then multiply by the identity: "
+            'use `mode="shared"`, which costs nothing',
+            path,
+        )
+    found = changes if first is None else itertools.chain([first], changes)
+    wrong = (index for index in found if not run.bases.ends_segment(index))
     if sharing > 1 and (index := next(wrong, None)) is not None:
         raise UserError(
             f"`layers_per_rotation` {sharing} needs the same R1 in {sharing} consecutive layers; {path} has "

@@ -53,7 +53,7 @@ KEY_DIGITS = 16
 CellFigures = dict[str, dict[str, float | None]]
 
 
-def _weights_in_files(model: str) -> dict[str, Any]:
+def weights_in_files(model: str) -> dict[str, Any]:
     """What the weights of a model are (`weights_record`), by the files that hold them."""
     skeleton, weights, _ = open_skeleton(model)
     parts = DecoderModel(skeleton, weights=weights).parts_of_state
@@ -108,7 +108,7 @@ class CellRunner:
         """
         readers: dict[CalibrationConfig, TextReader] = {}
         writes = any(OWN_SOURCE in dict(texts_of(recipe.calibration.source)) for recipe in recipes)
-        weights = _weights_in_files(self.model) if writes else None  # they write other texts at the same path
+        weights = weights_in_files(self.model) if writes else None  # they write other texts at the same path
         for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
             text, further = recipe.calibration, recipe.recovery.distill_nsamples
             if text not in readers:

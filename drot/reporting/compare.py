@@ -12,6 +12,7 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_tokenizer
 from drot.checkpoint.manifest import Manifest, read_manifest
 from drot.checkpoint.resume import OWN_TEXT
+from drot.checkpoint.source import gguf_file
 from drot.checkpoint.tables import gap_closed
 from drot.config import ONE_SHOT, Recipe, RotationConfig
 from drot.config.resolve import GIVEN_TOKENS
@@ -25,6 +26,7 @@ from drot.evaluation.record import record as record_figures
 from drot.machine.devices import parse_dtype, pick_device
 from drot.machine.products import without_autocast
 from drot.pipeline.prune import prune
+from drot.reporting.cells import weights_in_files
 from drot.text.further import load_further
 from drot.text.source import calibration_hash, load_calibration
 
@@ -97,6 +99,7 @@ def compare(
         raise UserError(f"the run of {folder} was given token ids, so drot cannot prune with them again")
     target = pick_device(device, kernels=True)
     tokenizer = load_tokenizer(name)
+    _check_dense(name, folder, manifest)
     # before hours of measuring
     calibration, distillation = _tokens(Path(folder), manifest, tokenizer, progress)
     (figures,) = evaluate(
@@ -142,6 +145,16 @@ def compare(
 
     original = ComparedModel(name="dense", perplexity=dense, gap_closed=nothing, sparsity=0.0, seconds=None)
     return Comparison(models=[original, plain, *map(with_gap, (*solved, compared))], figures=figures)
+
+
+def _check_dense(name: str, folder: str | Path, manifest: Manifest) -> None:
+    """Warns if the dense model has other weights than the model that was pruned."""
+    recorded = (manifest.identity or {}).get("weights")
+    if gguf_file(name) is None and recorded not in (None, weights_in_files(name)):
+        logger.warning(
+            "%s has other weights than the model that was pruned to %s, or weights of another dtype: the "
+            "gap is that of %s", name, folder, name,
+        )  # fmt: skip
 
 
 def _baselines(manifest: Manifest) -> dict[str, Recipe]:

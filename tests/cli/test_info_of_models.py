@@ -124,11 +124,11 @@ def test_a_checkpoint_of_drot_without_its_manifest(entry, tmp_path, capsys, monk
     change_json(tmp_path / "config.json", quantization_config={"quant_method": "drot"} | entry)
     write_stored_form(tmp_path / "config.json")
     line = refused(capsys, "info", str(tmp_path))
-    assert f"{tmp_path} was pruned by drot, but its drot.json is missing: copy it again" in line
+    assert f"{tmp_path} is in a format of drot, and has no drot.json" in line
     config = load_outer_config(str(tmp_path))
     monkeypatch.setattr("drot.checkpoint.describe.load_outer_config", lambda name: config)
     monkeypatch.setattr("drot.checkpoint.source.model_folder", lambda name: tmp_path)
-    assert "org/pruned was pruned by drot, but its drot.json is" in refused(capsys, "info", "org/pruned")
+    assert "org/pruned is in a format of drot, and has no drot.json" in refused(capsys, "info", "org/pruned")
 
 
 def test_a_checkpoint_of_drot_on_the_hub(tmp_path, capsys, monkeypatch):

@@ -413,6 +413,19 @@ def test_what_is_not_recorded(own, monkeypatch, caplog):
     assert (own / "rotated" / "drot.json").read_bytes() == before
 
 
+def test_a_card_is_left_as_it_was_where_the_manifest_cannot_be_written(own, monkeypatch, caplog):
+    def full(folder, manifest):
+        raise OSError(28, "No space left on device")
+
+    card = own / "rotated" / "README.md"
+    before = card.read_bytes()
+    with monkeypatch.context() as context:
+        context.setattr("drot.checkpoint.manifest.write_manifest", full)
+        measure(own, "rotated", record=True, seqlen=17)
+    assert "No space left on device" in caplog.text
+    assert card.read_bytes() == before
+
+
 def test_with_a_limit_the_perplexity_is_recorded_and_no_task(own, caplog):
     (figures,) = measure(own, "rotated", record=True, tasks=["own"], limit=4)
     (entry,) = read_manifest(own / "rotated").evaluations

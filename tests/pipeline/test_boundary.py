@@ -148,6 +148,19 @@ def test_rotations_are_reused_at_the_other_place(trained, used, tmp_path):
     assert (trained_with, result.manifest.recipe.rotation.boundary) == (trained, used)
 
 
+def test_one_r1_for_all_layers_is_told(tmp_path, caplog):
+    """Between the layers it would be multiplied by the identity."""
+    file = tmp_path / "rotations.safetensors"
+    shared = recipe("shared", down_rotation="none")
+    prune(chosen=shared, save_rotations_to=file)
+    prune(chosen=shared, rotations=file)
+    assert "one R1 for all layers" not in caplog.text
+    prune(chosen=recipe("layer", down_rotation="none"), rotations=file)
+    assert (
+        'holds one R1 for all layers, which then multiply by the identity: use `mode="shared"`' in caplog.text
+    )
+
+
 @pytest.mark.parametrize(
     ("rotation", "message"),
     [

@@ -105,6 +105,13 @@ def test_the_table_and_an_unchanged_manifest(made, capsys):
     assert (made / "pruned/drot.json").read_bytes() == before
 
 
+def test_another_dense_model_is_told(made, tmp_path, capsys, caplog):
+    assert "other weights" not in compared(capsys, made, "--no-record").err + caplog.text
+    save_small_model(small_model("llama", seed=1), tmp_path / "other")
+    compared(capsys, made, "--no-record", "--model", tmp_path / "other")
+    assert f"{tmp_path / 'other'} has other weights than the model that was pruned to" in caplog.text
+
+
 def test_a_run_with_token_ids_and_a_folder_of_others_are_refused(made, tmp_path, capsys):
     drot.prune(
         small_model("llama"), Recipe(rotation=RotationConfig(mode="none")), out=tmp_path / "given",
