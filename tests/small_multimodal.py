@@ -156,6 +156,16 @@ AVAILABLE = [
 ]
 
 
+#: those whose files differ in kind: names, projectors, forms of experts, keys of other layers, or tokens for
+#: images; the others are read as one of these
+KINDS = [
+    name
+    for name in AVAILABLE
+    if name in ("apertus1p5", "gemma3", "gemma4", "gemma4-lends", "glm4v_moe", "llava", "mistral3")
+    or name in ("mistral3-experts", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+]
+
+
 def rotations_of(model_type: str) -> dict[str, Any]:
     """Settings of a recipe for a model whose layers may take no R3."""
     family = FAMILIES[MULTIMODAL_MODELS[model_type][0].partition("-")[0]]

@@ -18,6 +18,7 @@ from small_models import (
 )
 from small_multimodal import (
     AVAILABLE,
+    KINDS,
     MULTIMODAL_MODELS,
     hold_experts_together,
     image_and_text,
@@ -229,7 +230,7 @@ def test_images_behind_layers_come_in_the_basis_of_their_place(boundary, tmp_pat
     assert relative_error(logits(tmp_path / "out", inputs), logits(source, inputs)) < 1e-5
 
 
-@pytest.mark.parametrize("model_type", AVAILABLE)
+@pytest.mark.parametrize("model_type", KINDS)
 def test_pruned_and_packed(model_type, tmp_path):
     """The dense and the packed checkpoint compute the same behind an image; half of the weights are zero."""
     source, inputs = save_small_multimodal(tmp_path / "source", model_type), image_and_text(model_type)

@@ -10,7 +10,7 @@ import torch
 from runs import TOKENS, interrupted, one_shot, prune
 from safetensors.torch import save_file
 from small_models import save_small_model, small_model
-from small_multimodal import AVAILABLE, rotations_of, save_small_multimodal
+from small_multimodal import KINDS, rotations_of, save_small_multimodal
 
 import drot
 from drot.checkpoint import multimodal
@@ -81,7 +81,7 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
     ("model_type", "mode"),
     [
         ("qwen3_vl", "none"),
-        *((name, "layer") for name in AVAILABLE),
+        *((name, "layer") for name in KINDS),
     ],
 )
 def test_what_reads_images_counts_too(needs, tmp_path, model_type, mode):

@@ -108,7 +108,7 @@ def failing_on(rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_is_told_by_the_rank_that_has_it(rank):
-    found = on_ranks(2, failing_on, rank, last_words=1.5)
+    found = on_ranks(2, failing_on, rank, last_words=1.0)
     assert isinstance(found[rank], UserError) and "this rank alone" in str(found[rank])
     assert isinstance(found[1 - rank], ToldElsewhere | RankEnded)
 
@@ -122,7 +122,7 @@ def starting_without(rank):
 
 
 def test_a_rank_that_does_not_start_ends_the_others():
-    found = on_ranks(3, starting_without, 1, last_words=1.5)
+    found = on_ranks(3, starting_without, 1, last_words=1.0)
     assert isinstance(found[0], RankEnded) and "rank 1 has ended at the start" in str(found[0])
     assert found[1] == "ended" and isinstance(found[2], ToldElsewhere)
 
@@ -170,7 +170,7 @@ def twice():
 
 
 def test_a_program_may_catch_an_error_and_join_again():
-    first, second = on_ranks(2, twice, last_words=1.5)
+    first, second = on_ranks(2, twice, last_words=1.0)
     assert first[::2] == second[::2] == [2.0, 2.0]
     assert [error.split(":")[-1] for error in first[1::2]] == ["error 0", "error 1"]
 
@@ -280,7 +280,7 @@ def cut_off(chosen, folder):
 def test_another_number_of_ranks_goes_on(tmp_path):
     chosen = recipe("layer", solve="none", target="self")
     # rank 0 is interrupted, and the other ends with it
-    found = on_ranks(2, cut_off, chosen, tmp_path, last_words=1.5)
+    found = on_ranks(2, cut_off, chosen, tmp_path, last_words=1.0)
     assert found[0] is None and isinstance(found[1], BaseException)
     before = (tmp_path / "out.partial" / "layer_00000.safetensors").read_bytes()
     _, figures = run(chosen, tmp_path, resume=True)
@@ -309,7 +309,7 @@ def test_a_rank_that_does_another_run_is_refused(what, tmp_path):
 
 def test_too_many_ranks_are_refused():
     chosen = recipe("none", nsamples=2)
-    for found in on_ranks(3, prune_two, chosen):
+    for found in on_ranks(3, prune_two, chosen, last_words=1.0):
         assert isinstance(found, UserError)
 
 
