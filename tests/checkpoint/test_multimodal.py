@@ -71,7 +71,8 @@ def raw(folder):
 @pytest.mark.parametrize(
     ("model_type", "mode", "tied"),
     [
-        *((each, mode, tied) for each in AVAILABLE for mode, tied in (("shared", True), ("layer", False))),
+        *((each, "shared", True) for each in AVAILABLE),
+        *((each, "layer", False) for each in KINDS),
         ("mistral3", "none", False),
         ("qwen3_vl", "none", False),
         ("qwen3_vl", "layer", True),
