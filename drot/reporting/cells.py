@@ -53,9 +53,9 @@ KEY_DIGITS = 16
 CellFigures = dict[str, dict[str, float | None]]
 
 
-def weights_in_files(model: str) -> dict[str, Any]:
-    """What the weights of a model are (`weights_record`), by the files that hold them."""
-    skeleton, weights, _ = open_skeleton(model)
+def weights_in_files(model: str, dtype: str = "auto") -> dict[str, Any]:
+    """What the weights of a model in `dtype` are (`weights_record`), by the files that hold them."""
+    skeleton, weights, _ = open_skeleton(model, dtype)
     parts = DecoderModel(skeleton, weights=weights).parts_of_state
     return weights_record(skeleton.state_dict(), parts=parts)
 

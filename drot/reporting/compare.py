@@ -1,6 +1,7 @@
 """`compare`: a pruned model next to the dense one, and to the same pruning without rotation and solver."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,8 @@ def compare(
         raise UserError(f"the run of {folder} was given token ids, so drot cannot prune with them again")
     target = pick_device(device, kernels=True)
     tokenizer = load_tokenizer(name)
-    _check_dense(name, folder, manifest)
     # before hours of measuring
+    _check_dense(name, folder, manifest.identity)
     calibration, distillation = _tokens(Path(folder), manifest, tokenizer, progress)
     (figures,) = evaluate(
         [str(folder)], ppl=ppl, against=name, seqlen=seqlen, text_column=text_column, device=device,
@@ -147,13 +148,17 @@ def compare(
     return Comparison(models=[original, plain, *map(with_gap, (*solved, compared))], figures=figures)
 
 
-def _check_dense(name: str, folder: str | Path, manifest: Manifest) -> None:
-    """Warns if the dense model has other weights than the model that was pruned."""
-    recorded = (manifest.identity or {}).get("weights")
-    if gguf_file(name) is None and recorded not in (None, weights_in_files(name)):
+def _check_dense(name: str, folder: str | Path, recorded: Mapping[str, Any] | None) -> None:
+    """Warns if the dense model has other weights than the model that was pruned to `folder`.
+
+    recorded: the identity of the run. It names the weights in the dtype of the run.
+    """
+    if recorded is None or gguf_file(name) is not None:
+        return
+    if weights_in_files(name, recorded["dtype"]) != recorded["weights"]:
         logger.warning(
-            "%s has other weights than the model that was pruned to %s, or weights of another dtype: the "
-            "gap is that of %s", name, folder, name,
+            "%s has other weights than the model that was pruned to %s: the gap is that of %s",
+            name, folder, name,
         )  # fmt: skip
 
 
