@@ -23,6 +23,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
@@ -55,6 +56,11 @@ class StoredConfig(PreTrainedConfig):
         Raises UserError if the file names no family that drot supports.
         """
         entries = restored(config_dict | {"model_type": MODEL_TYPE})
+        if entries["model_type"] not in CONFIG_MAPPING:
+            raise UserError(
+                f"transformers {transformers.__version__} has no model of type {entries['model_type']!r}: "
+                "install a newer transformers"
+            )
         found = CONFIG_MAPPING[entries["model_type"]].from_dict(entries, **kwargs)
         config = found[0] if isinstance(found, tuple) else found  # with return_unused_kwargs
         register(config)

@@ -14,6 +14,7 @@ from drot.checkpoint.card import CARD, save_card
 from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, update_manifest
 from drot.checkpoint.records import EvaluationRecord
 from drot.core.errors import UserError
+from drot.core.files import new_file
 from drot.evaluation.choices import OWN_TASK, task_names
 from drot.machine.environment import versions
 from drot.text.names import SPLITS
@@ -54,22 +55,25 @@ def record(folder: str, figures: dict[str, Any]) -> None:
     }
     new = EvaluationRecord.model_validate(to_jsonable_python(entry, inf_nan_mode="null"))
 
+    card = Path(folder) / CARD
+    before: list[bytes] = []
+
     def add(manifest: CheckpointManifest) -> None:
         same = [old for old in manifest.evaluations if _measurement(old) == _measurement(new)]
         new.baselines = new.baselines or next((old.baselines for old in same if old.baselines), None)
         kept = [old for old in manifest.evaluations if _measurement(old) != _measurement(new)]
         manifest.evaluations = [*kept, new]
+        if card.exists():
+            before.append(card.read_bytes())
         save_card(Path(folder), manifest)
 
-    card = Path(folder) / CARD
-    before = card.read_bytes() if card.exists() else None
     try:
         update_manifest(folder, add, [CARD])
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
-        if before is not None and card.read_bytes() != before:  # on a full disk, say
-            with contextlib.suppress(OSError):
-                card.write_bytes(before)
+        if before:  # the card is written, and the manifest is not
+            with contextlib.suppress(OSError), new_file(card) as file:
+                file.write_bytes(before[0])
 
 
 def _measurement(entry: EvaluationRecord) -> Any:

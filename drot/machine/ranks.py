@@ -37,7 +37,7 @@ BEAT, BEATS, LOOKS = 1.0, 5, 9
 #: beats of a rank that has ended its work without an error
 DONE = 1 << 40
 CPU = torch.device("cpu")
-#: its name from torch 2.13 on, and before
+#: torch has the first name from 2.13 on, and warns of the second
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: how often this process has joined others
 _joined = itertools.count()

@@ -48,8 +48,8 @@ def with_given_r3(recipe: Recipe, path: str | Path | None) -> Recipe:
     held = stored_down_block(Path(path)) or "none"
     if wanted not in ("auto", held):
         raise UserError(
-            f"`down_rotation` must be {held}, as in the rotations of {path}; got {wanted}: leave it out, and "
-            "take the rotation layer or shared in place of stock and light, which set it"
+            f"`down_rotation` must be {held}, as in the rotations of {path}; got {wanted}: leave "
+            "`down_rotation` out; the rotations stock and light set it, so use layer or shared in their place"
         )
     return recipe.replace(down_rotation=held)
 
@@ -73,10 +73,10 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
             f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
             'use `mode="layer"`'
         )
-    if first is None and run.bases.place in ("input", "residual"):
+    if first is None and run.bases.layers > 1 and run.bases.place in ("input", "residual"):
         logger.warning(
-            "%s holds one R1 for all layers, which then multiply by the identity: "
-            'use `mode="shared"`, which costs nothing',
+            "%s holds one R1 for all layers, and the layers then multiply by an identity: use "
+            '`mode="shared"`, which computes the same without it',
             path,
         )
     found = changes if first is None else itertools.chain([first], changes)

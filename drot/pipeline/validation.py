@@ -69,7 +69,7 @@ def check_recipe(
         if not family_of(config).takes("r3"):
             raise UserError(
                 f"a model of type {config.model_type!r} takes no R3, got blocks of {rotation.down_block}: "
-                "use `down_rotation` auto or none, and the rotation stock in place of light"
+                "use `down_rotation` none, or the rotation stock in place of light"
             )
         check_down_block(rotation.down_block, *down_widths(config))
     if recipe.pruning.route_all and not experts_of(config):

@@ -30,7 +30,6 @@ TESTED = "0.32.0"
 SERVED_FAMILIES = {
     "llama": "DrotLlamaForCausalLM",
     "mistral": "DrotMistralForCausalLM",
-    "ministral3": "DrotMistralForCausalLM",
     "ernie4_5": "DrotErnie4_5ForCausalLM",
     "phi3": "DrotPhi3ForCausalLM",
     "qwen2": "DrotQwen2ForCausalLM",
@@ -40,8 +39,8 @@ SERVED_FAMILIES = {
 FAMILIES_OF_TRANSFORMERS = (
     "apertus", "arcee", "cohere", "cohere2", "cwm", "exaone4", "gemma", "gemma2", "gemma3_text",
     "gemma4_text", "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa", "helium",
-    "hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3", "ministral", "olmo2", "olmo3", "opt",
-    "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
+    "hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3", "ministral", "ministral3", "olmo2", "olmo3",
+    "opt", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 #: their architecture
 OF_TRANSFORMERS = "DrotTransformersForCausalLM"
@@ -52,10 +51,10 @@ class EngineConfig(StoredConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The family's config, whose `architectures` name a class of drot/serving/vllm_models.py.
+        """The family's config, whose `architectures` name a class of vllm_models.py or vllm_transformers.py.
 
         Of a model that reads images too, it is the config of the language model, which alone is served.
-        Raises UserError for a family that the plugin does not have.
+        Raises UserError for a family that the plugin does not have, and for a mixture of experts.
         """
         found = super().from_dict(config_dict, **kwargs)
         outer, *unused = found if isinstance(found, tuple) else (found,)  # with return_unused_kwargs
@@ -65,6 +64,7 @@ class EngineConfig(StoredConfig):
             raise UserError(
                 "drot's plugin for vLLM serves no mixture of experts: serve this checkpoint by `drot serve`"
             )
+        config.of_multimodal = config is not outer  # its files hold more than the language model
         config.architectures = [SERVED_FAMILIES.get(config.model_type, OF_TRANSFORMERS)]
         return (config, *unused) if unused else config
 

@@ -22,7 +22,8 @@ from drot.serving.packed_linear import PackedConfig, PackedLinearMethod
 class VllmQuantization(PackedConfig, QuantizationConfig):
     """`quantization_config` of a checkpoint that drot wrote, for vLLM. `drot` holds its keys.
 
-    It says which linears are packed. The rotations are those of the model (drot/serving/vllm_models.py).
+    It says which linears are packed. The rotations are those of the model (vllm_models.py,
+    vllm_transformers.py).
     """
 
     engine = "vLLM"

@@ -14,11 +14,16 @@ stock forward followed by r ← r Q, and `input` is h ← h Q followed by the st
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.ernie45 import Ernie4_5ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -29,7 +34,6 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from drot.checkpoint.opening import names_in_files
-from drot.checkpoint.source import model_folder
 from drot.config import BoundaryPlace
 from drot.core.checks import counted
 from drot.core.errors import UserError
@@ -39,6 +43,7 @@ from drot.model.boundary import NORM_PREFIX, ROTATION_MODULE
 from drot.model.families import layer_families
 from drot.model.family import by_module
 from drot.model.mixins import mix
+from drot.model.multimodal import StoredNames
 
 SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families
 
@@ -156,8 +161,8 @@ class CompleteWeights:
         self.renamed: dict[str, str] = {}
         self.checkpoint: str = vllm_config.model_config.model
         quantization = vllm_config.quant_config
-        self.family_name = vllm_config.model_config.hf_config.model_type
-        modules = pruned_modules(vllm_config.model_config.hf_config)
+        self.held_config: Any = vllm_config.model_config.hf_config
+        modules = pruned_modules(self.held_config)
         quantization.dense |= {name for name, linears in modules.items() if linears & quantization.dense}
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix)
@@ -165,10 +170,11 @@ class CompleteWeights:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the tensors of a checkpoint by vLLM's loaders, and returns the names of the parameters.
 
-        Raises UserError if a tensor is missing, also a norm whose name does not say that its layer rotates.
+        Raises UserError if a tensor is missing, also a norm whose name does not say that its layer rotates,
+        and if vLLM's model leaves one out, such as a bias.
         """
         found: set[str] = set()
-        names = names_in_files(model_folder(self.checkpoint), self.family_name)
+        names = self._names_in_files() if self.held_config.of_multimodal else None
 
         def named() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
@@ -181,12 +187,27 @@ class CompleteWeights:
 
         stock: Any = super()
         loaded: set[str] = stock.load_weights(named())
-        if missing := sorted(set(self._stored_names()) - found):
+        stored, module = set(self._stored_names()), cast(Any, self)
+        if missing := sorted(stored - found):
             raise UserError(
                 f"the checkpoint lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}: it is "
                 "incomplete or of another architecture; copy it again"
             )
+        left_out = found - stored - {name for name, _ in module.named_buffers()}
+        if left_out and get_pp_group().world_size == 1:  # of several, another rank may hold it
+            raise UserError(
+                f"vLLM's model does not read {counted(len(left_out), 'tensor')} of the checkpoint, the first "
+                f"is {min(left_out)}: serve this checkpoint by `drot serve`"
+            )
         return loaded
+
+    def _names_in_files(self) -> StoredNames | None:
+        if not Path(self.checkpoint).is_dir():
+            raise UserError(
+                f"the plugin reads a model that reads images too from a folder, got {self.checkpoint}: "
+                "download it, and name its folder"
+            )
+        return names_in_files(Path(self.checkpoint), self.held_config.model_type)
 
     def _stored_names(self) -> Iterator[str]:
         """The name in the checkpoint of each parameter, and of each part of a stacked one."""

@@ -14,12 +14,16 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from drot.checkpoint.quantization_config import expect_rotations
+from drot.core.errors import UserError
 from drot.model.block_rotation import DOWN_ROTATION, activation_of
 from drot.model.families import family_of
 from drot.model.linear import module_at
 from drot.model.mixins import mix, unmix
 from drot.model.one_op import GatedMLP
 from drot.serving.vllm_models import CompleteWeights, keep_own_blocks, pruned_modules
+
+#: families whose model changes its embeddings, which on a later pipeline-parallel rank are hidden states
+ONE_STAGE = ("gemma4_text", "gemma4_unified_text", "granite", "granite_swa", "hyperclovax", "opt")
 
 
 class MergedMLP(GatedMLP):
@@ -59,7 +63,15 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
             self.logits_processor.scale = logits_scale(self.config)  # vLLM reads `logit_scale` alone
 
     def pipeline_parallel(self) -> None:
-        """Adds the rotations to the empty model of transformers, before vLLM replaces a part of it."""
+        """Adds the rotations to the empty model of transformers, before vLLM replaces a part of it.
+
+        Raises UserError for several pipeline-parallel ranks of a family in ONE_STAGE.
+        """
+        if self.pp_group.world_size > 1 and self.config.model_type in ONE_STAGE:
+            raise UserError(
+                f"drot's plugin for vLLM takes one pipeline-parallel rank for {self.config.model_type}, got "
+                f"{self.pp_group.world_size}: use tensor parallelism"
+            )
         quantization = self.vllm_config.quant_config
         expect_rotations(self, quantization.drot)
         # without a plan, vLLM divides the outputs of gate and up, and not the inputs of down_proj

@@ -156,9 +156,7 @@ def test_one_r1_for_all_layers_is_told(tmp_path, caplog):
     prune(chosen=shared, rotations=file)
     assert "one R1 for all layers" not in caplog.text
     prune(chosen=recipe("layer", down_rotation="none"), rotations=file)
-    assert (
-        'holds one R1 for all layers, which then multiply by the identity: use `mode="shared"`' in caplog.text
-    )
+    assert 'the layers then multiply by an identity: use `mode="shared"`' in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,7 @@ def test_options_in_the_text_exist() -> None:
         "--rdzv-endpoint",
         "--offload-group-size",
         "--cpu-offload-gb",
+        "--max-model-len",
         "--model-path",
         "--load-format",
         "--host-memory",

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from small_models import random_text, random_tokens, save_small_model, small_model
 
 import drot
@@ -106,7 +107,14 @@ def test_the_table_and_an_unchanged_manifest(made, capsys):
 
 
 def test_another_dense_model_is_told(made, tmp_path, capsys, caplog):
-    assert "other weights" not in compared(capsys, made, "--no-record").err + caplog.text
+    compared(capsys, made, "--no-record")
+    save_small_model(small_model("llama", dtype=torch.bfloat16), tmp_path / "dense")
+    calibration = CalibrationConfig(source=str(made / "calibration.txt"), nsamples=4, seqlen=16)
+    recipe = Recipe(rotation=RotationConfig(steps=3), calibration=calibration)
+    drot.prune(tmp_path / "dense", recipe, out=tmp_path / "pruned", device="cpu")  # in fp32
+    shutil.copy(made / "text.txt", tmp_path)
+    compared(capsys, tmp_path, "--no-record")
+    assert "other weights" not in caplog.text
     save_small_model(small_model("llama", seed=1), tmp_path / "other")
     compared(capsys, made, "--no-record", "--model", tmp_path / "other")
     assert f"{tmp_path / 'other'} has other weights than the model that was pruned to" in caplog.text

@@ -329,7 +329,7 @@ def test_a_seed_repeats_an_answer_of_a_sequential_server(sequential):
 def test_serve_as_a_process_ends_by_sigterm(packed, tmp_path):
     process = started_drot(["serve", str(packed), "--port", "0", "--name", "mine"], tmp_path)
     try:
-        while process.is_alive() and "curl" not in (tmp_path / "stdout").read_text():
+        while process.is_alive() and "/chat/completions" not in (tmp_path / "stdout").read_text():
             time.sleep(0.02)
         assert process.is_alive(), (tmp_path / "stderr").read_text()
         line, example, *_ = (tmp_path / "stdout").read_text().splitlines()

@@ -36,12 +36,15 @@ LATENT |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 
 OWN_SIZES = {"youtu": LATENT, "minicpm3": LATENT, "cohere": HEADS | {"use_qk_norm": False}}
 GEMMA4 = {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 2}
 OWN_SIZES |= {"gemma4_text": GEMMA4 | {"hidden_size_per_layer_input": 64}, "gemma4_unified_text": GEMMA4}
+SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+SCALED |= {"original_max_position_embeddings": 8}  # beyond them, the queries are scaled
+OWN_SIZES["ministral3"] = HEADS | {"sliding_window": 4, "rope_parameters": SCALED}
 OWN_SIZES["opt"] = {"num_key_value_heads": 4, "ffn_dim": 256}
 SERVED |= {
     family: (
         family, OWN_SIZES.get(family, HEADS), "layer", R3 if FAMILIES[family].down_modules else {}, "packed",
     )
-    for family in ("ministral3", "ernie4_5", "phi3", *plugin.FAMILIES_OF_TRANSFORMERS)
+    for family in ("ernie4_5", "phi3", *plugin.FAMILIES_OF_TRANSFORMERS)
 }  # fmt: skip
 #: linears that are kept dense, of which several are one module in the files
 SERVED |= {
@@ -56,6 +59,7 @@ REFUSED = {
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
     "experts": (("qwen3_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
+    "bias": (("ernie4_5", HEADS | {"use_bias": True}, "none", {}, "packed"), "model does not read"),
     "experts beside": (("gemma4_text-experts", {}, "none", {}, "packed"), "serves no mixture of experts"),
 }
 #: refused by two ranks only
