@@ -53,7 +53,7 @@ class StoredConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """What `from_dict` of the family's config class returns for the entries of config.json.
 
-        Raises UserError if the file names no family that drot supports.
+        Raises UserError if the file names no family that drot supports, and if transformers lacks the family.
         """
         entries = restored(config_dict | {"model_type": MODEL_TYPE})
         if entries["model_type"] not in CONFIG_MAPPING:

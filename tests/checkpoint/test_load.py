@@ -43,3 +43,11 @@ def test_the_attention_bounds_its_scores(stored, tmp_path):
         write_stored_form(tmp_path / "config.json")
     loaded = drot.load(tmp_path, device="cpu")
     torch.testing.assert_close(loaded(tokens).logits, expected)
+
+
+def test_a_family_that_transformers_lacks_is_named(tmp_path, monkeypatch):
+    small_model("llama").save_pretrained(tmp_path)
+    write_stored_form(tmp_path / "config.json")
+    monkeypatch.setattr("drot.checkpoint.stored_config.CONFIG_MAPPING", {})
+    with pytest.raises(UserError, match="has no model of type 'llama': install a newer transformers"):
+        drot.load(tmp_path, device="cpu")

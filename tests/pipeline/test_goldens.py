@@ -59,8 +59,8 @@ def test_dense():
     assert found == pytest.approx(golden("dense")["perplexity"][TEXT], rel=2e-4)
 
 
-#: each method and both sparsities; tests/pruning has the other pairs
-#: and the sequences with which it prunes as with the 64 of the goldens: Wanda reads norms of columns alone
+#: Method, sparsity and number of sequences: each method, both sparsities; tests/pruning has the other pairs.
+#: The goldens have 64 sequences. Wanda reads norms of columns alone, so 16 give it the same.
 CASES = [("sparsegpt", "2:4", 64), ("wanda", 0.5, 16), ("magnitude", "2:4", 0)]
 
 
