@@ -16,37 +16,29 @@ from torch import nn
 from drot.checkpoint.quantization_config import DrotConfig
 from drot.core.errors import UserError
 from drot.serving.packed_linear import PackedConfig, PackedLinearMethod
-from drot.serving.requirements import check_family
 
-#: the families with which the tests have run
-SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: A linear of SGLang → the linears of the checkpoint that it stacks. SGLang's classes of models do not all
-#: have such a mapping.
+#: what SGLang's own classes stack, which do not all have such a mapping
 STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 #: what SGLang adds to the keys of `quantization_config`
 ADDED = ("packed_modules_mapping", "hf_config")
 
 
 class SglangQuantization(PackedConfig, QuantizationConfig):
-    """`quantization_config` of a packed checkpoint without rotations in its layers. `drot` holds its keys."""
+    """`quantization_config` of a checkpoint that drot wrote, for SGLang. `drot` holds its keys.
+
+    stacked: a linear of the model → the linears of the checkpoint that it stacks.
+    """
 
     engine = "SGLang"
+    stacked = STACKED
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "SglangQuantization":
         """config: the keys, with those that SGLang adds.
 
-        Raises UserError for a key or value that this version of drot does not know, for another family and
-        for layers that hold a rotation.
+        Raises UserError for a key or value that this version of drot does not know.
         """
-        held = DrotConfig(**{key: value for key, value in config.items() if key not in ADDED})
-        if held.boundary or held.down_rotation:
-            raise UserError(
-                "drot's plugin for SGLang has no rotations, and the layers of this checkpoint hold some: "
-                "serve it by vLLM or `drot serve`, or prune with the rotation stock or none"
-            )
-        check_family(cls.engine, SERVED_FAMILIES, config["hf_config"].model_type)
-        return cls(held)
+        return cls(DrotConfig(**{key: value for key, value in config.items() if key not in ADDED}))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
         """The method for the linear `prefix`; None for a module that is no linear, such as lm_head.
@@ -55,7 +47,7 @@ class SglangQuantization(PackedConfig, QuantizationConfig):
         """
         if not isinstance(layer, LinearBase):
             return None
-        parts = self.parts_of(prefix, STACKED)
+        parts = self.parts_of(prefix, self.stacked)
         return SglangLinearMethod(prefix, parts) if parts else UnquantizedLinearMethod()
 
     def get_scaled_act_names(self) -> list[str]:

@@ -18,11 +18,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig
-from drot.core.errors import UserError
-from drot.model.multimodal import language_config
-from drot.model.sizes import experts_of
-from drot.serving.requirements import check_family, warn_of_engine
+from drot.checkpoint.stored_config import MODEL_TYPE
+from drot.serving.engine_models import OF_TRANSFORMERS, EngineConfig
+from drot.serving.requirements import warn_of_engine
 
 #: the version with which the tests have run
 TESTED = "0.32.0"
@@ -42,31 +40,16 @@ FAMILIES_OF_TRANSFORMERS = (
     "hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3", "ministral", "ministral3", "olmo2", "olmo3",
     "opt", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
-#: their architecture
-OF_TRANSFORMERS = "DrotTransformersForCausalLM"
 
 
-class EngineConfig(StoredConfig):
-    """The class that AutoConfig finds for `model_type` drot in a process of vLLM."""
+class VllmConfig(EngineConfig):
+    engine = "vLLM"
+    families = (*SERVED_FAMILIES, *FAMILIES_OF_TRANSFORMERS)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The family's config, whose `architectures` name a class of vllm_models.py or vllm_transformers.py.
-
-        Of a model that reads images too, it is the config of the language model, which alone is served.
-        Raises UserError for a family that the plugin does not have, and for a mixture of experts.
-        """
-        found = super().from_dict(config_dict, **kwargs)
-        outer, *unused = found if isinstance(found, tuple) else (found,)  # with return_unused_kwargs
-        config = language_config(outer)
-        check_family("vLLM", (*SERVED_FAMILIES, *FAMILIES_OF_TRANSFORMERS), config.model_type)
-        if experts_of(config):  # as the largest model of gemma4_text
-            raise UserError(
-                "drot's plugin for vLLM serves no mixture of experts: serve this checkpoint by `drot serve`"
-            )
-        config.of_multimodal = config is not outer  # its files hold more than the language model
-        config.architectures = [SERVED_FAMILIES.get(config.model_type, OF_TRANSFORMERS)]
-        return (config, *unused) if unused else config
+    def architecture_of(cls, config: Any) -> str:
+        """The class of vllm_models.py or vllm_transformers.py."""
+        return SERVED_FAMILIES.get(config.model_type, OF_TRANSFORMERS)
 
 
 def register() -> None:
@@ -90,4 +73,4 @@ def register() -> None:
     except Exception as error:  # it would end vLLM, also for the models of others
         warn_of_engine("vLLM", TESTED, error)
         return
-    AutoConfig.register(MODEL_TYPE, EngineConfig, exist_ok=True)
+    AutoConfig.register(MODEL_TYPE, VllmConfig, exist_ok=True)

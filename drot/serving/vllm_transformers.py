@@ -10,17 +10,19 @@ the blocks for the columns that down_proj has on the rank.
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from drot.checkpoint.quantization_config import expect_rotations
 from drot.core.errors import UserError
-from drot.model.block_rotation import DOWN_ROTATION, activation_of
+from drot.model.block_rotation import activation_of
 from drot.model.families import family_of
 from drot.model.linear import module_at
 from drot.model.mixins import mix, unmix
 from drot.model.one_op import GatedMLP
-from drot.serving.vllm_models import CompleteWeights, keep_own_blocks, pruned_modules
+from drot.serving.engine_models import keep_own_blocks_of, linears_besides, logits_scale
+from drot.serving.vllm_models import CheckedWeights
 
 #: families whose model changes its embeddings, which on a later pipeline-parallel rank are hidden states
 ONE_STAGE = ("gemma4_text", "gemma4_unified_text", "granite", "granite_swa", "hyperclovax", "opt")
@@ -46,15 +48,7 @@ def merge_gate_and_up(model: nn.Module) -> None:
             mix(mlp, MergedMLP, **given)
 
 
-def logits_scale(config: Any) -> float:
-    """The number by which a model multiplies its logits."""
-    family = family_of(config)
-    names = family.logits_multiplier, family.logits_divisor
-    multiplier, divisor = (1.0 if name is None else float(getattr(config, name)) for name in names)
-    return multiplier / divisor
-
-
-class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
+class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
     """The model of a family in FAMILIES_OF_TRANSFORMERS."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -77,17 +71,16 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
         # without a plan, vLLM divides the outputs of gate and up, and not the inputs of down_proj
         if self.model.tp_plan or self.tp_group.world_size == 1:
             merge_gate_and_up(self.model)
-        linears = {name for name, each in self.model.named_modules() if isinstance(each, nn.Linear)}
-        quantization.dense |= linears - pruned_modules(self.config).keys()  # such as Q
+        quantization.dense |= linears_besides(self.model, self.config)
         super().pipeline_parallel()
 
     def recursive_replace(self) -> None:
         """Lets vLLM replace the linears, and R3 keep the blocks for the columns of this rank's down_proj."""
         super().recursive_replace()
-        family = family_of(self.config)
-        for layer in module_at(self, family.layers):
-            for path in () if isinstance(layer, PPMissingLayer) else family.down_modules:
-                mlp = module_at(layer, path)
-                down = module_at(mlp, family.mlp_parts(path)[1])
-                if hasattr(mlp, DOWN_ROTATION) and getattr(down, "input_is_parallel", False):
-                    keep_own_blocks(getattr(mlp, DOWN_ROTATION))
+        keep_own_blocks_of(
+            module_at(self, family_of(self.config).layers),
+            self.config,
+            missing=PPMissingLayer,
+            rank=get_tensor_model_parallel_rank(),
+            ranks=get_tensor_model_parallel_world_size(),
+        )

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from drot.cli.commands import COMMANDS, imported
 from drot.model.families import FAMILIES
 from drot.model.family import by_module
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
-from drot.serving.vllm import FAMILIES_OF_TRANSFORMERS, SERVED_FAMILIES
+from drot.serving import sglang, vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
@@ -338,12 +338,24 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def test_the_families_in_vllm_are_those_of_the_plugin() -> None:
+@pytest.mark.parametrize(
+    ("engine", "own", "of_transformers"),
+    [
+        ("vLLM", vllm.SERVED_FAMILIES, vllm.FAMILIES_OF_TRANSFORMERS),
+        ("SGLang", sglang.OWN_FAMILIES, sglang.FAMILIES_OF_TRANSFORMERS),
+    ],
+)
+def test_the_families_in_an_engine_are_those_of_its_plugin(
+    engine: str, own: Iterable[str], of_transformers: Iterable[str]
+) -> None:
     page = (ROOT / "docs/deploy.md").read_text()
-    rows = re.findall(r"^    \| (vLLM's|transformers') model[^|]*\| (.*) \|$", page, re.MULTILINE)
+    section = page.split(f"\n## In {engine}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^    \| (\w+'s?) model[^|]*\| (.*) \|$", section, re.MULTILINE)
     found = {by: re.findall(r"`(\w+)`", names) for by, names in rows}
-    assert found == {"vLLM's": list(SERVED_FAMILIES), "transformers'": list(FAMILIES_OF_TRANSFORMERS)}
-    assert f"checkpoints of {len(SERVED_FAMILIES) + len(FAMILIES_OF_TRANSFORMERS)} families" in page
+    assert found == {f"{engine}'s": list(own), "transformers'": list(of_transformers)}
+    count = sum(map(len, found.values()))
+    assert f"{count} of those without experts" in section
+    assert f"drot's plugin](#in-{engine.lower()}) | checkpoints of {count} families" in page
 
 
 def test_lines_of_prose_have_at_most_110_columns() -> None:

@@ -10,12 +10,41 @@ import pytest
 import torch
 from runs import TOKENS as CALIBRATION
 from runs import one_shot, prune
+from safetensors.torch import load_file, save_file
 from small_models import small_model
+
+from drot.model.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 #: sizes whose halves the kernels take; four blocks of R3 with 64 columns
 SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
 HEADS = {"head_dim": 32}
+R3 = {"down_rotation": 64}
+#: sizes of families whose heads share a latent vector, or whose norms cannot be divided among two ranks
+LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 64) | {"num_key_value_heads": 4}
+LATENT |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
+OWN_SIZES = {"youtu": LATENT, "minicpm3": LATENT, "cohere": HEADS | {"use_qk_norm": False}}
+GEMMA4 = {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 2}
+OWN_SIZES |= {"gemma4_text": GEMMA4 | {"hidden_size_per_layer_input": 64}, "gemma4_unified_text": GEMMA4}
+SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+SCALED |= {"original_max_position_embeddings": 8}  # beyond them, the queries are scaled
+OWN_SIZES["ministral3"] = HEADS | {"rope_parameters": SCALED}
+OWN_SIZES["opt"] = {"num_key_value_heads": 4, "ffn_dim": 256}
+
+
+def rotated(family):
+    """What `save` takes for a packed model of `family` with all rotations that the family takes."""
+    return (
+        family, OWN_SIZES.get(family, HEADS), "layer", R3 if FAMILIES[family].down_modules else {}, "packed"
+    )  # fmt: skip
+
+
+def without_norm_prefix(folder):
+    """Renames a norm of a checkpoint, so that its layer says not that it rotates."""
+    rotated, stock = (f"model.layers.0.{p}input_layernorm.weight" for p in ("rotated_", ""))
+    for file in folder.glob("model*.safetensors"):
+        tensors = {stock if name == rotated else name: t.clone() for name, t in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def save(folder, family, sizes, mode, fields, format):

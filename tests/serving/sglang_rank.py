@@ -20,6 +20,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import base as rotary
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_loader import get_model
+from sglang.srt.models import transformers as of_transformers
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
@@ -69,6 +70,7 @@ def computed(config):
         "quantization": config.quantization,
         "names": [name for name, _ in loaded.named_parameters()],
         "products": products,
+        "rotations": {name: t.data for name, t in loaded.named_parameters() if "rotation" in name},
         "logits": loaded(TOKENS, torch.arange(len(TOKENS)), prefill()).next_token_logits[0],
     }
 
@@ -78,6 +80,7 @@ def main(rank, ranks, meeting, results, *models):
     load_plugins()
     RadixAttention.forward = attention
     rotary._is_cpu = True  # otherwise it imports a kernel of vLLM
+    of_transformers.get_device = lambda: "cpu"  # otherwise it looks for a GPU
     found = {}
     for model in models:
         arguments = ServerArgs(

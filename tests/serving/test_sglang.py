@@ -2,18 +2,33 @@
 
 import importlib
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from engines import HEADS, ROOT, entry_points, run_ranks, save
-from runs import saved_tensors
+from engines import (
+    CALIBRATION,
+    HEADS,
+    OWN_SIZES,
+    R3,
+    ROOT,
+    SIZES,
+    entry_points,
+    rotated,
+    run_ranks,
+    save,
+    without_norm_prefix,
+)
+from runs import one_shot, prune, saved_tensors
 from safetensors.torch import load_file, save_file
+from small_multimodal import save_small_multimodal
 
 import drot
 from drot.ops import unpack24_ref
+from drot.serving import sglang as plugin
 
 #: name → family, its further sizes, mode, fields of the recipe, format; the architecture in SGLang
 SERVED = {
@@ -23,17 +38,37 @@ SERVED = {
     "mixed": (("qwen3", HEADS, "none", {"keep": ["layers.1.mlp.down_proj"]}, "packed"), "Qwen3ForCausalLM"),
     "tied": (("llama", HEADS | {"tie_word_embeddings": True}, "none", {}, "packed"), "LlamaForCausalLM"),
 }
+#: those that SGLang computes by models of transformers
+ROTATED = {
+    "residual": ("llama", HEADS, "layer", R3 | {"boundary": "residual"}, "packed"),
+    "input": ("mistral", HEADS | {"sliding_window": None}, "layer", R3 | {"boundary": "input"}, "packed"),
+    "light": ("qwen2", {}, "shared", R3, "packed"),
+    "dense": ("qwen3", HEADS, "layer", R3 | {"boundary": "residual"}, "dense"),
+    "tied to the embedding": ("smollm3", HEADS | {"tie_word_embeddings": True}, "none", {}, "packed"),
+    "kept": ("smollm3", HEADS, "layer", R3 | {"keep": ["layers.1.mlp.up_proj"]}, "packed"),
+    "biases of ernie": ("ernie4_5", HEADS | {"use_bias": True}, "layer", R3, "packed"),
+} | {family: rotated(family) for family in plugin.FAMILIES_OF_TRANSFORMERS}
+for family in ("exaone4", "ministral3"):  # some models of these families have windows
+    whole = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ROTATED[family] = (family, OWN_SIZES.get(family, HEADS) | whole, "layer", R3, "packed")
+#: a model that reads images too, whose language model is served
+MULTIMODAL = "mistral3"
+#: families of which two ranks are refused by SGLang, since transformers has no plan for them
+ONE_RANK = ("hunyuan_v1_dense", "opt")
 #: the same, and what the message of the refusal has
 REFUSED = {
-    "rotated": (("llama", HEADS, "layer", {}, "packed"), "has no rotations"),
-    "dense": (("llama", HEADS, "layer", {}, "dense"), "has no rotations"),
-    "light": (("llama", HEADS, "shared", {"down_rotation": 64}, "packed"), "has no rotations"),
+    "window": (("mistral", HEADS | {"sliding_window": 4}, "layer", R3, "packed"), "a sliding window"),
+    "experts": (("qwen3_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
-    "granite": (("granite", {}, "none", {}, "packed"), "has the families llama, mistral, qwen2, qwen3"),
+    "gemma2": (("gemma2", HEADS, "none", {}, "packed"), "has the families llama, mistral, qwen2, qwen3"),
 }
+#: refused by two ranks only
+STRADDLES = ("llama", HEADS, "layer", {"down_rotation": 256, "boundary": "residual"}, "packed")
 #: tensors that are removed from copies of `plain`
 LACKING = ("model.layers.1.self_attn.k_proj.values", "model.layers.0.mlp.down_proj.positions")
+#: tensors that are removed from copies of `residual`
+LACKING_ROTATED = ("model.layers.0.mlp.down_rotation.weight", "model.norm.weight")
 STACKED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -47,8 +82,18 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     for name, (chosen, _) in (SERVED | REFUSED).items():
         save(folder / name, *chosen)
-    for tensor in LACKING:
-        save(folder / tensor, *SERVED["plain"][0])
+    for name, chosen in ROTATED.items():
+        save(folder / name, *chosen)
+    source = save_small_multimodal(
+        folder / "sources" / MULTIMODAL, MULTIMODAL, **SIZES | HEADS, sliding_window=None
+    )
+    chosen = one_shot("layer", **R3, sparsity="2:4", nsamples=len(CALIBRATION))
+    prune(source, chosen, out=folder / MULTIMODAL, format="packed")
+    save(folder / "straddles", *STRADDLES)
+    save(folder / "unnamed", *ROTATED["residual"])
+    without_norm_prefix(folder / "unnamed")
+    for tensor in (*LACKING, *LACKING_ROTATED):
+        save(folder / tensor, *(SERVED["plain"][0] if tensor in LACKING else ROTATED["residual"]))
         for file in (folder / tensor).glob("model*.safetensors"):
             tensors = {name: t.clone() for name, t in load_file(file).items() if name != tensor}
             save_file(tensors, file, metadata={"format": "pt"})
@@ -64,7 +109,8 @@ def results(checkpoints, tmp_path_factory):
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: drot\nVersion: 0\n")
     lines = [f"{name} = {value}" for name, value in entry_points("sglang.srt.plugins").items()]
     (installed / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines]))
-    models = [checkpoints / name for name in (*SERVED, *REFUSED, *LACKING)]
+    names = (*SERVED, *ROTATED, MULTIMODAL, *REFUSED, "straddles", "unnamed", *LACKING, *LACKING_ROTATED)
+    models = [checkpoints / name for name in names]
     path = (installed.parent,)
     return {ranks: run_ranks("sglang_rank.py", folder, ranks, models, *path) for ranks in (1, 2)}
 
@@ -72,14 +118,18 @@ def results(checkpoints, tmp_path_factory):
 @needs_sglang
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, *ROTATED, MULTIMODAL])
 def test_sglang_computes_the_logits_of_drot(checkpoints, results, name, ranks):
+    if (name, ranks) in itertools.product(ONE_RANK, [2]):
+        assert "does not support tensor parallel" in results[ranks][0][name]
+        return
     model = drot.load(checkpoints / name, device="cpu")
     expected = model(torch.arange(3, 17)[None]).logits[0, -1]
     for found in results[ranks]:
         found = found[name]
         assert isinstance(found, dict), found
-        assert (found["architecture"], found["quantization"]) == (SERVED[name][1], "drot")
+        architecture = plugin.OF_TRANSFORMERS if name not in SERVED else SERVED[name][1]
+        assert (found["architecture"], found["quantization"]) == (architecture, "drot")
         torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
 
 
@@ -126,12 +176,41 @@ def test_what_the_plugin_does_not_serve_is_refused(results, name):
 @needs_sglang
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("tensor", LACKING)
+@pytest.mark.parametrize("tensor", [*LACKING, *LACKING_ROTATED])
 def test_a_missing_tensor_is_refused(results, tensor, ranks):
     """SGLang itself does not look for missing tensors."""
     for found in results[ranks]:
         message = found[tensor]
-        assert f"the checkpoint lacks {tensor}" in message and "\n" not in message
+        lacks = "1 tensor, the first is " if tensor in LACKING_ROTATED else ""
+        assert f"the checkpoint lacks {lacks}{tensor}" in message and "\n" not in message
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_a_norm_of_another_name_is_refused(results):
+    message = results[1][0]["unnamed"]
+    assert "the checkpoint lacks 1 tensor" in message or "No module or parameter named" in message
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_a_rank_has_the_whole_q_and_its_blocks_of_r3(checkpoints, results):
+    stored = saved_tensors(checkpoints / "residual")
+    blocks = stored["model.layers.0.mlp.down_rotation.weight"]
+    assert len(blocks) == 4
+    for rank, found in enumerate(results[2]):
+        held = found["residual"]["rotations"]
+        assert torch.equal(held["model.layers.0.mlp.down_rotation.weight"], blocks[2 * rank : 2 * rank + 2])
+        q = "model.layers.0.residual_rotation.weight"
+        assert torch.equal(held[q], stored[q])
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_a_block_that_would_straddle_two_ranks_is_refused(results):
+    assert isinstance(results[1][0]["straddles"], dict)
+    message = results[2][0]["straddles"]
+    assert "cannot be divided among 2 tensor-parallel ranks" in message and "\n" not in message
 
 
 @needs_sglang

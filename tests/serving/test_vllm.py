@@ -8,18 +8,27 @@ import sys
 
 import pytest
 import torch
-from engines import CALIBRATION, HEADS, ROOT, SIZES, run_ranks, save
+from engines import (
+    CALIBRATION,
+    HEADS,
+    OWN_SIZES,
+    R3,
+    ROOT,
+    SCALED,
+    SIZES,
+    rotated,
+    run_ranks,
+    save,
+    without_norm_prefix,
+)
 from runs import one_shot, prune, saved_tensors
-from safetensors.torch import load_file, save_file
 from small_multimodal import save_small_multimodal
 
 import drot
-from drot.model.families import FAMILIES
 from drot.ops import unpack24_ref
 from drot.serving import vllm as plugin
 from drot.sparse.linear import SparseLinear
 
-R3 = {"down_rotation": 64}
 #: name → family, its further sizes, mode, fields of the recipe, format
 SERVED = {
     "plain": ("llama", HEADS, "none", {}, "packed"),
@@ -30,22 +39,9 @@ SERVED = {
     "mixed": ("qwen3", HEADS, "none", {"keep": ["layers.1.mlp.down_proj"]}, "packed"),
     "tied": ("llama", HEADS | {"tie_word_embeddings": True}, "none", {}, "packed"),
 }
-#: sizes of families whose heads share a latent vector, or whose norms vLLM cannot divide among two ranks
-LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 64) | {"num_key_value_heads": 4}
-LATENT |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
-OWN_SIZES = {"youtu": LATENT, "minicpm3": LATENT, "cohere": HEADS | {"use_qk_norm": False}}
-GEMMA4 = {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 2}
-OWN_SIZES |= {"gemma4_text": GEMMA4 | {"hidden_size_per_layer_input": 64}, "gemma4_unified_text": GEMMA4}
-SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
-SCALED |= {"original_max_position_embeddings": 8}  # beyond them, the queries are scaled
-OWN_SIZES["ministral3"] = HEADS | {"sliding_window": 4, "rope_parameters": SCALED}
-OWN_SIZES["opt"] = {"num_key_value_heads": 4, "ffn_dim": 256}
-SERVED |= {
-    family: (
-        family, OWN_SIZES.get(family, HEADS), "layer", R3 if FAMILIES[family].down_modules else {}, "packed",
-    )
-    for family in ("ernie4_5", "phi3", *plugin.FAMILIES_OF_TRANSFORMERS)
-}  # fmt: skip
+WINDOWED = HEADS | {"sliding_window": 4, "rope_parameters": SCALED}
+SERVED |= {family: rotated(family) for family in ("ernie4_5", "phi3", *plugin.FAMILIES_OF_TRANSFORMERS)}
+SERVED["ministral3"] = ("ministral3", WINDOWED, "layer", R3, "packed")
 #: linears that are kept dense, of which several are one module in the files
 SERVED |= {
     f"{family}, kept": (family, HEADS, "layer", R3 | {"keep": [f"layers.1.{kept}"]}, "packed")
@@ -81,10 +77,7 @@ def checkpoints(tmp_path_factory):
         prune(source, chosen, out=folder / name, format="packed")
     save(folder / "straddles", *STRADDLES)
     save(folder / "unnamed", *SERVED["residual"])  # its norm has the stock name, as if no layer rotated
-    rotated, stock = (f"model.layers.0.{p}input_layernorm.weight" for p in ("rotated_", ""))
-    for file in (folder / "unnamed").glob("model*.safetensors"):
-        tensors = {stock if name == rotated else name: t.clone() for name, t in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
+    without_norm_prefix(folder / "unnamed")
     return folder
 
 
