@@ -14,9 +14,8 @@ config, and peft, AutoTokenizer and the Trainer need the config of the family. N
 `drot.prune` changes in memory. So `as_drot_model` changes the class of a model, in this one place.
 """
 
-import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +94,9 @@ class DrotModel(Mixin):
             # transformers would also rename the part `input_layernorm` of `rotated_input_layernorm`
             state_dict, kwargs["save_original_format"] = stored_state(self), False
         before = _times(Path(save_directory))
-        with _saving(getattr(self, "hf_quantizer", None), state_dict):
-            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
+        if (quantizer := getattr(self, "hf_quantizer", None)) is not None:
+            quantizer.state_dict_to_save = state_dict  # transformers asks it, and forgets those of its caller
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
         if is_main_process:
             folder = Path(save_directory)
             config = folder / "config.json"
@@ -108,19 +108,12 @@ class DrotModel(Mixin):
                 return _upload(folder, repo_id or folder.name, written, **hub)
         return None
 
-    def push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **hub: Any) -> Any:
-        """`push_to_hub` of transformers, which also uploads drot.json and the card.
-
-        Args:
-            repo_id: the name of the repository, which is created if it does not exist.
-            max_shard_size: the largest size of a file with weights.
-            hub: others of HUB_ARGUMENTS, such as `tags`, the further tags of the card.
-        """
-        hub |= {"repo_id": repo_id, "max_shard_size": max_shard_size}
+    def push_to_hub(self: Any, repo_id: str, **arguments: Any) -> Any:
+        """`push_to_hub` of transformers, which also uploads drot.json and the card."""
         if self.drot_files is None:
-            return super().push_to_hub(**hub)  # type: ignore[misc]
+            return super().push_to_hub(repo_id, **arguments)  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as folder:
-            return self.save_pretrained(folder, push_to_hub=True, **hub)
+            return self.save_pretrained(folder, push_to_hub=True, repo_id=repo_id, **arguments)
 
     def _write_files(self: Any, folder: Path, name: str, tags: Sequence[str]) -> None:
         """Writes the card and drot.json to `folder`, where the model was saved."""
@@ -157,18 +150,6 @@ class DrotModel(Mixin):
             self.get_submodule(name).requires_grad_(trainable)
         _describe_in_config(self)
         return self if dtype is None else self.to(dtype)
-
-
-@contextlib.contextmanager
-def _saving(quantizer: Any, state_dict: dict[str, Any] | None) -> Iterator[None]:
-    """`save_pretrained` of transformers asks a quantizer for the tensors, and forgets those of its caller."""
-    if quantizer is not None:
-        quantizer.state_dict_to_save = state_dict
-    try:
-        yield
-    finally:
-        if quantizer is not None:
-            quantizer.state_dict_to_save = None
 
 
 def as_drot_model(model: Any) -> None:
@@ -278,7 +259,8 @@ class DrotQuantizer(HfQuantizer):
     counts_tokens = False
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        return self.state_dict_to_save, {}
+        given, self.state_dict_to_save = self.state_dict_to_save, None
+        return given, {}
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -304,7 +286,7 @@ class DrotQuantizer(HfQuantizer):
                 names = stored_names(headers, text.config.model_type)
                 headers = {own: each for name, each in headers.items() if (own := names.own(name))}
             follow_files(text, shapes_of(headers), experts_in_files(model.config.model_type))
-            check_headers(text, headers, dtypes=STORED_DTYPES)
+            check_headers(text, headers, STORED_DTYPES)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from drot.checkpoint.opening import (
     NO_MODEL,
     checked_headers,
     drop_prediction_layers,
+    empty_model,
     load_config,
     multimodal_type,
     names_in_files,
@@ -22,6 +23,7 @@ from drot.checkpoint.opening import (
     silent_transformers,
 )
 from drot.checkpoint.quantised import dense_headers, is_quantised
+from drot.checkpoint.quantization_config import quantization_config_of
 from drot.checkpoint.source import (
     DENSE_DTYPES,
     gguf_file,
@@ -41,9 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger("drot")
-
-#: what it means that a GPU keeps no compressed form
-UNCOMPRESSED = "products of many tokens unpack the weight at each call, which is slower than a dense model"
 
 
 def load(
@@ -76,7 +75,10 @@ def load(
     if packed and (compresses() if compress is None else compress):
         compress_model(model)
     elif packed and is_gpu(target):
-        logger.warning("%s is loaded without compressed weights: %s", path, UNCOMPRESSED)
+        logger.warning(
+            "%s is loaded without compressed weights: products of many tokens unpack the weight at each "
+            "call, which is slower than a dense model", path,
+        )  # fmt: skip
     return model
 
 
@@ -117,10 +119,11 @@ def load_model(
         model = load_by_layers(path, dtype, verify=verify)
         keep_files(model, folder)
         return model
-    if gguf is None:
-        checked_headers(path, config, folder)
+    headers = checked_headers(path, config, folder) if gguf is None else {}
     verified = verified_while_loading(folder) if verify and gguf is None else contextlib.nullcontext()
     with verified, silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
+        if gguf is None and config.model_type in FAMILIES and not quantization_config_of(config):
+            empty_model(path, config, folder, headers, config.dtype)  # else DrotQuantizer checks the tensors
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=None if gguf else config,

@@ -69,15 +69,13 @@ class MultimodalFolder:
         """As the function, of the tensors that `complete` writes beside the language model."""
         return kept_bytes(self._kept(), self.names, rotated)
 
-    def complete(self, out: Path, file: Path, config: Any) -> dict[str, tuple[int, int]]:
+    def complete(self, out: Path, file: Path, config: Any) -> None:
         """Makes `out`, where the language model is written, the checkpoint of the whole model.
 
         What the language model does not replace is copied byte for byte: tensors to `file`, small files, and
         the entries of config.json. Quantised tensors are made dense.
 
         file: the tensors outside of the decoder layers. config: of the language model.
-
-        Returns for each tensor of `file` the count and the bytes of its numbers.
         """
         tensors = {self.names.stored(name): tensor for name, tensor in load_file(file).items()}
         for name, header in self._kept().items():
@@ -97,7 +95,6 @@ class MultimodalFolder:
             for small in self.folder.glob(pattern):
                 if small.name not in (INDEX, MANIFEST) and not (out / small.name).exists():
                     shutil.copyfile(small, out / small.name)
-        return {name: (tensor.numel(), tensor.nbytes) for name, tensor in tensors.items()}
 
     def _write_config(self, file: Path, config: Any) -> None:
         """Writes the config of the whole model over that of its language model, which `file` holds."""

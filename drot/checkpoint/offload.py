@@ -17,43 +17,28 @@ from drot.checkpoint.opening import (
     NO_MODEL,
     checked_headers,
     drop_prediction_layers,
+    empty_model,
     load_config,
-    multimodal_type,
     names_in_files,
     refuse_missing,
     refuse_not_finite,
-    refuse_superfluous,
     silent_transformers,
 )
 from drot.checkpoint.pieces import PieceReader
 from drot.checkpoint.quantised import Quantised
-from drot.checkpoint.quantization_config import (
-    STORED_DTYPES,
-    drot_config_of,
-    expect_stored,
-    refuse_quantised,
-)
-from drot.checkpoint.source import (
-    DENSE_DTYPES,
-    Header,
-    check_headers,
-    gguf_file,
-    model_folder,
-    shapes_of,
-    stored_state,
-)
+from drot.checkpoint.quantization_config import refuse_quantised
+from drot.checkpoint.source import DENSE_DTYPES, Header, gguf_file, model_folder, shapes_of
 from drot.core.errors import UserError
 from drot.core.hashes import Ends, ends_of
 from drot.machine.devices import parse_dtype
 from drot.machine.memory import available_memory, return_large_blocks
 from drot.model.boundary import check_rotations
 from drot.model.decoder import EXPERTS_IN_FILES, DecoderModel
-from drot.model.dtypes import stored_dtype
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.linear import module_at
-from drot.model.multimodal import WRITERS, experts_in_files, prepare
-from drot.model.stored import follow_files, stored_tensors
+from drot.model.multimodal import WRITERS, prepare
+from drot.model.stored import stored_tensors
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_weights
 from drot.sparse.packed import check_packed_tensors
@@ -191,7 +176,7 @@ def open_skeleton(
     config = load_config(path)
     refuse_quantised(config)
     family_of(config)
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     folder = model_folder(path, weights=True)
     with verified_while_loading(folder) if verify else contextlib.nullcontext():
@@ -199,14 +184,7 @@ def open_skeleton(
         own = config.dtype or _first_dtype(headers)
         chosen = own if dtype == "auto" else parse_dtype(dtype)
         with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
-            with torch.device("meta"):
-                model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
-            _keep_in_fp32(model, chosen)
-            follow_files(model, shapes_of(headers), experts_in_files(multimodal_type(folder)))
-            if (held := drot_config_of(config)) is not None:
-                expect_stored(model, held)
-                check_headers(model, headers, STORED_DTYPES)
-                refuse_superfluous(path, model, headers.keys() - stored_state(model).keys())
+            model = empty_model(path, config, folder, headers, chosen)
             model.config.name_or_path = str(folder)
             model.config.dtype = chosen  # transformers 5.4 leaves the dtype of the file there
             drop_prediction_layers(model.config)
@@ -268,16 +246,6 @@ def load_by_layers(path: str | Path, dtype: str | torch.dtype, *, verify: bool) 
     if is_packed(model):
         fuse(model)
     return model
-
-
-def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Gives fp32 to the tensors of an empty model that transformers loads in fp32 for a model of `dtype`.
-
-    Such a tensor is the bias of a router. Some versions of transformers build it in `dtype`.
-    """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if stored_dtype(model, name, dtype) != dtype:
-            tensor.data = tensor.data.float()
 
 
 def _first_dtype(headers: Mapping[str, Header]) -> torch.dtype:

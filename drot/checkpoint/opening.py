@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drot.checkpoint.quantised import dense_headers, formats_of
-from drot.checkpoint.quantization_config import drot_config_of, quantization_config_of, reads_quantised
+from drot.checkpoint.quantization_config import (
+    STORED_DTYPES,
+    drot_config_of,
+    expect_stored,
+    reads_quantised,
+)
 from drot.checkpoint.source import (
+    DENSE_DTYPES,
     PREDICTION_LAYERS,
     PREDICTION_PREFIXES,
     Header,
@@ -31,6 +37,7 @@ from drot.core.checks import counted, is_a, shortened
 from drot.core.errors import UserError, quoted
 from drot.core.reading import leaves
 from drot.machine.finite import is_finite
+from drot.model.dtypes import stored_dtype
 from drot.model.families import FAMILIES
 from drot.model.multimodal import MULTIMODAL, StoredNames, experts_in_files, language_config, stored_names
 from drot.model.schema import MOST_LAYERS
@@ -87,11 +94,9 @@ def load_outer_config(path: str | Path) -> Any:
 def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, Header]:
     """Tensor → its header in the files of the model in `folder`, which are checked against its `config`.
 
-    Raises UserError as `load_model` does. The tensors of a model that drot cannot prune are checked when
-    transformers loads it.
+    Raises UserError as `load_model` does. `empty_model` checks the single tensors, or transformers, when it
+    loads a model that drot cannot prune.
     """
-    from transformers import AutoModelForCausalLM
-
     headers = read_headers(weight_files(folder))
     if config.model_type in FAMILIES:
         headers = dense_headers(headers, folder)
@@ -109,14 +114,34 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
             path, len(unread),
         )  # fmt: skip
     check_layers(config, headers, folder)
-    with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
-        if config.model_type in FAMILIES and not quantization_config_of(config):
-            with torch.device("meta"):
-                empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            follow_files(empty, shapes_of(headers), experts_in_files(multimodal_type(folder)))
-            check_headers(empty, headers)
-            refuse_superfluous(path, empty, headers.keys() - stored_state(empty).keys())
     return headers
+
+
+def empty_model(
+    path: str | Path, config: Any, folder: Path, headers: dict[str, Header], dtype: torch.dtype | None
+) -> Any:
+    """A model of `config` and `dtype` on the device `meta`, of a family that drot prunes.
+
+    It holds the rotations and packed linears of a checkpoint that drot wrote. Raises UserError, as
+    `load_model` does, if it has other tensors than the files in `folder`, of which `headers` are
+    (`checked_headers`).
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    # transformers loads some tensors in fp32, such as the bias of a router; some versions build it in `dtype`
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if stored_dtype(model, name, model.dtype) != model.dtype:
+            tensor.data = tensor.data.float()
+    follow_files(model, shapes_of(headers), experts_in_files(multimodal_type(folder)))
+    dtypes: Iterable[str] = DENSE_DTYPES
+    if (held := drot_config_of(config)) is not None:
+        expect_stored(model, held)
+        dtypes = STORED_DTYPES
+    check_headers(model, headers, dtypes)
+    refuse_superfluous(path, model, headers.keys() - stored_state(model).keys())
+    return model
 
 
 def multimodal_type(folder: Path) -> str | None:

@@ -28,7 +28,7 @@ class PieceReader:
     def __init__(self) -> None:
         self._pieces: dict[str, list[Tensor]] = {}
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(READERS, "drot-pieces")
 
     def read(self, target: Tensor, file: Path, start: int, dtype: torch.dtype) -> None:
         """Reads a contiguous tensor of `dtype` from the byte `start` of `file`.
@@ -36,8 +36,6 @@ class PieceReader:
         Raises UserError if the file is too short or cannot be read.
         """
         with self._lock, _named(file), file.open("rb", buffering=0) as handle:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(READERS, "drot-pieces")
             pieces = self._pieces_for(target.device)
             parts = target.view(-1).split(PIECE_BYTES // dtype.itemsize)
             coming: deque[Future[Tensor]] = deque()

@@ -31,10 +31,6 @@ QUANT_METHOD = "drot"
 STORED_DTYPES = ("BF16", "F16", "F32")
 #: `quant_method` of other programs → the name by which users know it
 OTHERS = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4"}
-#: what to do with a model that another program has quantised
-NAME_THE_ORIGINAL = "name the model that it was made from, in 16 or 32 bits"
-#: what to do with a model in memory whose files drot reads
-NAME_ITS_FILES = "name its folder, or its name on the hub, from which drot reads dense weights"
 
 
 class DrotKeys(BaseModel):
@@ -113,8 +109,10 @@ def reads_quantised(config: Any) -> bool:
 def refuse_quantised(config: Any) -> None:
     """Raises UserError for a model that another program has quantised."""
     if method := quantised_by(config):
-        instead = NAME_ITS_FILES if reads_quantised(config) else NAME_THE_ORIGINAL
-        raise UserError(f"this model is quantised ({method}): {instead}")
+        instead = "the model that it was made from, in 16 or 32 bits"
+        if reads_quantised(config):
+            instead = "its folder, or its name on the hub, from which drot reads dense weights"
+        raise UserError(f"this model is quantised ({method}): name {instead}")
 
 
 def drot_config_of(config: Any) -> DrotConfig | None:

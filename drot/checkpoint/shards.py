@@ -1,21 +1,21 @@
 """A checkpoint with a shard for each decoder layer, which a run writes when the layer is finished."""
 
-import errno
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from drot.checkpoint.integrity import CONFIG_FILE
 from drot.checkpoint.multimodal import MultimodalFolder
+from drot.checkpoint.source import Header, read_headers
 from drot.checkpoint.stored_config import MODEL_TYPE
 from drot.core.hashes import FileRecord, file_record
 from drot.model.decoder import DecoderModel
@@ -29,8 +29,6 @@ logger = logging.getLogger("drot")
 
 #: of a safetensors file, which transformers demands
 METADATA = {"format": "pt"}
-#: errors of file systems on which two names cannot share a file
-CANNOT_LINK = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS)
 
 
 def shard_bytes(tensors: Mapping[str, Tensor]) -> bytes:
@@ -74,36 +72,33 @@ def save_in_shards(
     Returns the hashes that are known, by the names of the shards in `folder`.
     """
     decoder = DecoderModel(model)
-    layers, rest = decoder.layers, decoder.state_of_ends()
-    *names, last_name = shard_names(len(layers) + 1)
-    in_layers = [stored_tensors(layer) for layer in layers]
+    *names, last_name = shard_names(len(decoder.layers) + 1)
+    in_layers = [stored_tensors(layer) for layer in decoder.layers]
     weight_map = {tensor: name for name, own in zip(names, in_layers, strict=True) for tensor in own}
     published = model.config.architectures
-    model.save_pretrained(folder, state_dict=dict(rest), max_shard_size="1000TB")  # in one file
+    rest = dict(decoder.state_of_ends())
+    model.save_pretrained(folder, state_dict=rest, max_shard_size="1000TB")  # in one file
     _name_as_published(folder / CONFIG_FILE, model, published)
     last = folder / last_name
     (folder / SAFE_WEIGHTS_NAME).rename(last)
-    with safe_open(last, framework="pt") as handle:  # a tied head is not in it
-        in_last = set(handle.keys())
-    rest = {decoder.family.in_files(name): each for name, each in rest.items()}
-    assert in_last <= rest.keys(), "transformers saved other tensors than those that it was given"
-    in_rest = {name: (rest[name].numel(), rest[name].nbytes) for name in in_last}
     multimodal: MultimodalFolder | None = getattr(model, "drot_multimodal", None)
     if multimodal is not None:
-        in_rest = multimodal.complete(folder, last, model.config)
-    weight_map |= dict.fromkeys(in_rest, last.name)
+        multimodal.complete(folder, last, model.config)
+    in_last = read_headers([last])  # without a tied head
+    weight_map |= dict.fromkeys(in_last, last.name)
     # after save_pretrained, which deletes shards that it finds
     for file, name in zip(written, names, strict=True):
         if file.parent == folder:
             file.rename(folder / name)
         else:
             _link(file, folder / name)
-    saved = [(tensor.numel(), tensor.nbytes) for own in in_layers for tensor in own.values()]
-    parameters, size = map(sum, zip(*saved, *in_rest.values(), strict=True))
-    index = {
-        "metadata": {"total_parameters": parameters, "total_size": size},
-        "weight_map": weight_map,
+    parts: list[Mapping[str, Tensor | Header]] = [*in_layers, in_last]
+    saved = [each for part in parts for each in part.values()]
+    sizes = {
+        "total_parameters": sum(math.prod(each.shape) for each in saved),
+        "total_size": sum(each.nbytes for each in saved),
     }
+    index = {"metadata": sizes, "weight_map": weight_map}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
     return dict(zip(names, written.values(), strict=True))
@@ -138,7 +133,5 @@ def _link(file: Path, name: Path) -> None:
     try:
         os.link(file, name)
     except OSError as error:
-        if error.errno not in CANNOT_LINK:
-            raise
-        logger.info("%s is copied: its file system has no hard links", file)
+        logger.info("%s is copied, since it cannot be linked: %s", file, error.strerror)
         shutil.copyfile(file, name)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -376,9 +376,7 @@ def stored_state(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def check_headers(
-    model: Any, headers: dict[str, Header], dtypes: Sequence[str] = tuple(DENSE_DTYPES)
-) -> None:
+def check_headers(model: Any, headers: dict[str, Header], dtypes: Iterable[str]) -> None:
     """Checks `headers` against the tensors of an empty model, whose weights may be of `dtypes`.
 
     Raises UserError that names the first tensor with another shape or dtype, with both shapes, and the first

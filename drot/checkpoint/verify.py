@@ -32,36 +32,22 @@ def verify_folder(folder: Path) -> Verification:
 
     Raises UserError if the folder holds no hashes, or if the file with the hashes cannot be read.
     """
-    if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
-        return _unfinished_run(folder)
-    read_any_manifest(folder)  # refuses a folder that drot did not write
-    files = recorded_files(folder)
-    data = read_json(folder / MANIFEST)
-    own = (
-        {} if digest_fits(data) else {MANIFEST: f"{'does not fit' if DIGEST in data else 'lacks'} its digest"}
-    )
-    return _verification(folder, files, own, [MANIFEST], unfinished=False)
-
-
-def _unfinished_run(folder: Path) -> Verification:
-    own = {
-        name: "is missing or does not fit its digest"
-        for name in (IDENTITY, JOURNAL)
-        if read_journal(folder / name) is None
-    }
-    parts = read_parts(folder) or {}
-    files: dict[str, FileRecord] = {
-        f"{name}.safetensors": FileRecord(sha256=part["sha256"], bytes=part["bytes"])
-        for name, part in parts.items()
-    }
-    return _verification(folder, files, own, [IDENTITY, JOURNAL], unfinished=True)
-
-
-def _verification(
-    folder: Path, files: dict[str, FileRecord], damaged: dict[str, str], own: list[str], *, unfinished: bool
-) -> Verification:
-    """own: the files that hold the hashes. damaged: what is wrong with those."""
-    damaged = damaged | differing_files(folder, files)
+    unfinished = (folder / JOURNAL).exists() and not (folder / MANIFEST).exists()
+    own = [IDENTITY, JOURNAL] if unfinished else [MANIFEST]  # which hold the hashes
+    if unfinished:
+        parts = read_parts(folder) or {}
+        files = {
+            f"{name}.safetensors": FileRecord(sha256=part["sha256"], bytes=part["bytes"])
+            for name, part in parts.items()
+        }
+        broken = [name for name in own if read_journal(folder / name) is None]
+        damaged = dict.fromkeys(broken, "is missing or does not fit its digest")
+    else:
+        read_any_manifest(folder)  # refuses a folder that drot did not write
+        files, data = recorded_files(folder), read_json(folder / MANIFEST)
+        problem = f"{'does not fit' if DIGEST in data else 'lacks'} its digest"
+        damaged = {} if digest_fits(data) else {MANIFEST: problem}
+    damaged |= differing_files(folder, files)
     known = {*files, *own}
     unknown = files_in(folder) - known - set(damaged)
     return Verification(sorted(known), damaged, sorted(unknown), unfinished)
