@@ -6,10 +6,10 @@ a form are completed by the shell. An entry without a text has that of COMMON_OP
 """
 
 import inspect
+import os
 import re
 import typing
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +20,6 @@ from drot.cli.log import FORMS, Form
 from drot.cli.messages import flag, in_options
 from drot.config import SEQLEN, CalibrationConfig, WeightFormat
 from drot.config.settings import description_of, fields_of
-from drot.core.checks import path_exists
 from drot.core.hub import check_model_name
 from drot.core.torchrun import rank
 from drot.core.validation import choices_of, members_of
@@ -58,7 +57,7 @@ COMMON_OPTIONS = {
 
 def check_checkpoint(folder: str) -> None:
     """Raises UserError if there is no such folder."""
-    if not path_exists(Path(folder)):
+    if not os.path.exists(folder):
         from drot.checkpoint.manifest import read_any_manifest
 
         read_any_manifest(folder)

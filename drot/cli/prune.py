@@ -1,6 +1,7 @@
 """The command `drot prune`: from its options to a run, and what is printed of the result."""
 
 import contextlib
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from drot.cli.ranks import checked_ranks, launch_if_asked
 from drot.cli.recipe import AskedRecipe, asked_recipe, check_rotations_file, fit_recipe, run_settings
 from drot.cli.sensitivity import show_sensitivity
 from drot.config import Recipe
-from drot.core.checks import counted, path_exists
+from drot.core.checks import counted
 from drot.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _model(name: str | None, gguf_file: str | None, manifest: dict[str, Any]) ->
     model = name or manifest.get("base_model")
     if not model:
         raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as --recipe")
-    if not name and not HUB_NAME.fullmatch(model) and not path_exists(Path(model)):
+    if not name and not HUB_NAME.fullmatch(model) and not os.path.exists(model):
         raise UserError(f"there is no {model}, from which the checkpoint of --recipe was made: name MODEL")
     return str(model) if gguf_file is None else f"{model}/{gguf_file}"
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from drot.config import CalibrationConfig
-from drot.core.checks import path_exists
 from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
@@ -254,7 +254,7 @@ def _hub_rows(source: str, hub: dict[str, Any], argument: str) -> Iterator[Any]:
     import datasets
 
     path = hub["path"]
-    if path_exists(Path(path)):
+    if os.path.exists(path):
         raise UserError(
             f"the current folder holds {path}, which the package datasets would read in place of the dataset "
             f"{source}: start drot in another folder"
