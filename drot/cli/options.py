@@ -23,7 +23,7 @@ from drot.config.settings import description_of, fields_of
 from drot.core.hub import check_model_name
 from drot.core.torchrun import rank
 from drot.core.validation import choices_of, members_of
-from drot.text.names import check_sources, check_text
+from drot.text.names import check_sources, local_file
 
 #: the sources of a text, for the help of --calibration and --text
 SOURCES = description_of(CalibrationConfig, "source")
@@ -64,13 +64,13 @@ def check_checkpoint(folder: str) -> None:
 
 
 #: Form of a value → what checks it before torch and transformers are imported, which takes seconds
-CHECKS: dict[str, Callable[[str], None]] = {
+CHECKS: dict[str, Callable[[str], object]] = {
     "DIR": check_checkpoint,
     "MODEL": check_model_name,
     "MODEL...": check_model_name,
     "[c4|own|ORG/NAME|PATH]": check_sources,
     "[c4|ORG/NAME|PATH]": check_sources,
-    "[ORG/NAME|PATH]": lambda text: check_text(text, "test"),
+    "[ORG/NAME|PATH]": lambda text: local_file(text, "test"),
 }
 SECTION = re.compile(r"^(\w+):\n", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}(\w+)(?: (\S+))?:((?:.*\n)(?: {8}.*\n)*)", re.MULTILINE)

@@ -33,13 +33,7 @@ def check_sources(source: str) -> None:
     """Raises UserError if one of the texts of a calibration is a file that does not exist. Reads nothing."""
     for text, _ in texts_of(source):
         if text != OWN_SOURCE:
-            check_text(text, "train")
-
-
-def check_text(source: str, split: str) -> None:
-    """Raises UserError if a text is neither a dataset on the hub nor a file. Reads nothing."""
-    if hub_arguments(source, split) is None:
-        local_file(source, split)
+            local_file(text, "train")
 
 
 def are_files(source: str) -> bool:
@@ -57,8 +51,13 @@ def hub_arguments(source: str, split: str) -> dict[str, Any] | None:
     return {"path": found["path"], "name": found["name"], "split": found["split"] or split, "streaming": True}
 
 
-def local_file(source: str, split: str) -> Path:
-    """The file of a source that is no dataset on the hub. Raises UserError if there is no such file."""
+def local_file(source: str, split: str) -> Path | None:
+    """The file of a source; None for a dataset on the hub. Reads nothing.
+
+    Raises UserError if `source` is neither.
+    """
+    if hub_arguments(source, split) is not None:
+        return None
     path = Path(source)
     if not os.path.isfile(path):
         raise UserError(
