@@ -168,6 +168,6 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ]
     yield "GPUs", "; ".join(gpus) or "none that torch finds"
     cpu = data["cpu"]
-    threads = f"{cpu['threads']} thread{'' if cpu['threads'] == 1 else 's'}"
+    threads = counted(cpu["threads"], "thread")
     yield "CPU", f"{cpu['machine']}, vector instructions {cpu['capability']}, {threads}"
     yield "tuning cache", data["tuning_cache"] or "none"

@@ -119,21 +119,19 @@ def _show_progress(ctx: typer.Context, form: str) -> None:
 
 
 HELP_ALL = _acting("help_all", False, bool, _show_all, is_eager=True, help="Show all options and exit.")
-#: the options of the commands that show progress
-PROGRESS = [
-    _acting(
-        "progress",
-        FORMS[0],
-        str,
-        _show_progress,
-        metavar=f"[{'|'.join(FORMS)}]",
-        autocompletion=lambda: list(FORMS),
-        rich_help_panel="Run",
-        help="Progress on stderr. auto: bars on a terminal, otherwise lines. json: one JSON object a line, "
-        "with the seconds since the start, phase, layer, layers, step, steps, loss, and name, the model "
-        "among several. In the phases read and tokenize a step is a character. none: no progress.",
-    ),
-]
+#: the option of the commands that show progress
+PROGRESS = _acting(
+    "progress",
+    FORMS[0],
+    str,
+    _show_progress,
+    metavar=f"[{'|'.join(FORMS)}]",
+    autocompletion=lambda: list(FORMS),
+    rich_help_panel="Run",
+    help="Progress on stderr. auto: bars on a terminal, otherwise lines. json: one JSON object a line, "
+    "with the seconds since the start, phase, layer, layers, step, steps, loss, and name, the model "
+    "among several. In the phases read and tokenize a step is a character. none: no progress.",
+)
 
 
 def command_of(
@@ -165,7 +163,7 @@ def command_of(
                 named.replace(kind=named.KEYWORD_ONLY, annotation=Annotated[named.annotation, shown])
             )
 
-    acting = [*(PROGRESS if progress else []), *([HELP_ALL] if first else [])]
+    acting = [PROGRESS] * progress + [HELP_ALL] * bool(first)
     parameters += acting
     others = {option.name for option in acting}  # typer passes their defaults all the same
 
