@@ -1,5 +1,6 @@
 """The file of a checkpoint with maps and histograms of the importance of its weights, for `drot report`."""
 
+import os
 import re
 import zipfile
 import zlib
@@ -10,7 +11,6 @@ import numpy as np
 from torch import Tensor
 
 from drot.checkpoint.integrity import recorded_files
-from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.hashes import damage
 
@@ -44,7 +44,7 @@ def load_importance_maps(folder: Path | str) -> dict[str, np.ndarray]:
     Raises UserError for a broken file, and for another than the one whose hash is in drot.json.
     """
     file = Path(folder) / IMPORTANCE_MAPS
-    if not path_exists(file):
+    if not os.path.exists(file):
         return {}
     record = recorded_files(Path(folder)).get(IMPORTANCE_MAPS)
     if problem := "is not in its list of files" if record is None else damage(file, record):

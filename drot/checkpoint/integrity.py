@@ -1,6 +1,7 @@
 """A checkpoint compared with the hashes of its files, which its manifest records."""
 
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,6 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from drot.config.recipe_file import MANIFEST
-from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.hashes import FileRecord, damage, file_record, in_threads, workers
 from drot.core.reading import Entries, check_schema, read_json
@@ -117,7 +117,7 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
 
     Raises UserError that names a file that differs. An error of the caller is raised instead.
     """
-    if not path_exists(folder / MANIFEST):
+    if not os.path.exists(folder / MANIFEST):
         yield
         return
     files = recorded_files(folder)

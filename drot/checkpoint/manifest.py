@@ -28,7 +28,7 @@ from drot.checkpoint.records import (
     Versions,
 )
 from drot.config.recipe_file import MANIFEST
-from drot.core.checks import is_a, path_exists, shortened
+from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError
 from drot.core.files import write_json
 from drot.core.hashes import DIGEST, digest_fits, with_digest
@@ -80,7 +80,7 @@ class CheckpointManifest(Entries):
         """
         if not (model := named or self.base_model):
             raise UserError("drot.json names no model: name the dense model as `model`")
-        if not named and not HUB_NAME.fullmatch(self.base_model) and not path_exists(Path(self.base_model)):
+        if not named and not HUB_NAME.fullmatch(self.base_model) and not os.path.exists(self.base_model):
             raise UserError(
                 f"there is no {self.base_model}, which drot.json names: name the dense model as `model`"
             )
@@ -162,11 +162,11 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 def find_manifest(folder: Path | str) -> CheckpointManifest | None:
     """As `read_any_manifest`; None for a model without drot.json."""
-    return read_any_manifest(folder) if path_exists(Path(folder) / MANIFEST) else None
+    return read_any_manifest(folder) if os.path.exists(Path(folder) / MANIFEST) else None
 
 
 def _is_partial(folder: Path | str) -> bool:
-    return Path(folder).suffix == ".partial" and path_exists(Path(folder)) and Path(folder).is_dir()
+    return Path(folder).suffix == ".partial" and os.path.isdir(folder)
 
 
 def read_any_manifest(folder: Path | str) -> CheckpointManifest:
@@ -177,14 +177,14 @@ def read_any_manifest(folder: Path | str) -> CheckpointManifest:
     """
     is_a("folder", folder, str, Path)
     file = Path(folder) / MANIFEST
-    if not path_exists(file):
+    if not os.path.exists(file):
         unfinished = next((each for each in (folder, f"{folder}.partial") if _is_partial(each)), None)
         if unfinished is not None:
             raise UserError(
                 f"{unfinished} is a run that has not ended: continue it with its command and `resume=True`"
             )
         reason = "does not exist"
-        if path_exists(Path(folder)):
+        if os.path.exists(folder):
             reason = f"holds no {MANIFEST}" if Path(folder).is_dir() else "is a file"
         raise UserError(f"{folder} {reason}: name a folder that drot prune wrote")
     data = read_json(file)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drot.checkpoint.source import DENSE_DTYPES
-from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.files import new_file
 from drot.core.hashes import DIGEST, json_digest, parts_digest
@@ -54,7 +54,7 @@ def _digest(tensors: Iterable[Mapping[str, Tensor]], record: dict[str, Any]) -> 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """The open file `path`. Raises UserError if it is missing or broken."""
-    if not path_exists(path):
+    if not os.path.exists(path):
         raise UserError(f"there is no rotation file {path}: write one with `save_rotations_to`")
     check_regular(path)
     try:

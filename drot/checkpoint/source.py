@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from drot.checkpoint.integrity import CONFIG_FILE
 from drot.config.recipe_file import MANIFEST
-from drot.core.checks import path_exists, shortened
+from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.core.hub import HUB_NAME, hub_access
 from drot.core.reading import check_regular, check_schema, read_json
@@ -125,7 +125,7 @@ def recorded_name(model: str | Path) -> str:
 def gguf_file(model: str | Path) -> str | None:
     """The name of the GGUF file that `model` names, as in FOLDER/NAME.gguf; None for another model."""
     file = Path(model)
-    return file.name if file.suffix == GGUF and not (path_exists(file) and file.is_dir()) else None
+    return file.name if file.suffix == GGUF and not os.path.isdir(file) else None
 
 
 def _folder_of_gguf(model: str, name: str) -> Path:

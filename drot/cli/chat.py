@@ -1,6 +1,7 @@
 """The command `drot chat`."""
 
 import contextlib
+import io
 import signal
 import sys
 import time
@@ -64,12 +65,12 @@ def chat(
     if not conversation.has_template:
         tell(f"drot: {model} has no chat template: it continues each line as plain text")
     person = sys.stdin.isatty()
+    logging.set_verbosity_error()
     if person:
         tell("drot: /new starts again, /exit ends, Ctrl-C ends an answer")
-    logging.set_verbosity_error()
-    with _ended_by_sigterm() if person else contextlib.nullcontext():
-        for line in _lines(person):
-            _answer(conversation, line, person)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as KeyboardInterrupt it would end an answer only
+    for line in _lines(person):
+        _answer(conversation, line, person)
 
 
 def compiled(model: Any, cuda_graph: bool = False) -> bool:
@@ -118,6 +119,8 @@ def show(piece: str) -> None:
 
 def _lines(person: bool) -> Iterator[str]:
     """The lines that are typed, or those of stdin, up to /exit. Empty lines are left out."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # in some locales Python keeps wrong bytes as half characters
+        sys.stdin.reconfigure(errors="strict")
     if person:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (lets `input` edit the line)
@@ -131,28 +134,13 @@ def _lines(person: bool) -> Iterator[str]:
                 raise
             break
         except UnicodeDecodeError as error:
-            raise _not_utf8(error.object[error.start : error.end]) from None
-        try:
-            line.encode()
-        except UnicodeEncodeError as error:  # bytes that Python kept as half characters
-            raise _not_utf8(line[error.start].encode(errors="surrogateescape")) from None
+            raise UserError(
+                f"stdin must be UTF-8, got the byte 0x{error.object[error.start]:x}: convert it, for example "
+                "with iconv"
+            ) from None
         if line == "/exit":
             return
         if line:
             yield line
     if person:
         print()
-
-
-def _not_utf8(found: bytes) -> UserError:
-    return UserError(f"stdin must be UTF-8, got the byte 0x{found[0]:x}: convert it, for example with iconv")
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM ends the process at once: as KeyboardInterrupt it would end an answer only."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

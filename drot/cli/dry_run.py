@@ -66,19 +66,6 @@ def show_needs(
     on_cpu, shared = "CPU" in needs.device, needs.gpus > 1
     in_memory = needs.main_memory + on_cpu * needs.gpus * needs.device_memory
     of_all = f", for all {needs.gpus} ranks" if shared else ""
-    name = "memory of each device" if shared else "memory of the device"
-    of_device = {} if on_cpu else {name: f"about {size_text(needs.device_memory)}"}
-    together, of_rotations = {}, {}
-    if save_rotations_to is not None:
-        size = size_text(needs.rotations_file)
-        of_rotations["rotations"] = (
-            f"{size} for {save_rotations_to}, and as much again on its disk while it is written"
-        )
-    if needs.distillation:
-        size = size_text(needs.distillation)
-        together["training together"] = (
-            f"about {size} for the kept weights of all layers; left out where there is less"
-        )
     or_all = "" if needs.tokens_known else ", or all of a shorter text"
     facts = {
         "model": needs.model,
@@ -87,13 +74,23 @@ def show_needs(
         "calibration": f"{needs.tokens:,} tokens{or_all}; {needs.training_tokens:,} train the rotations",
         "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of what "
         "OUT.partial holds while the run lasts",
-        **of_rotations,
-        "main memory": f"about {size_text(in_memory)}{of_all}, beside 0.5 GB of a process without a model",
-        "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}{of_all}",
-        **of_device,
-        **together,
-        "time": _time(seconds, sum(sum(phase.values()) for phase in needs.work.values())),
     }
+    if save_rotations_to is not None:
+        facts["rotations"] = (
+            f"{size_text(needs.rotations_file)} for {save_rotations_to}, and as much again on its disk while "
+            "it is written"
+        )
+    facts["main memory"] = f"about {size_text(in_memory)}{of_all}, beside 0.5 GB of a process without a model"
+    facts["hidden states"] = f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}{of_all}"
+    if not on_cpu:
+        name = "memory of each device" if shared else "memory of the device"
+        facts[name] = f"about {size_text(needs.device_memory)}"
+    if needs.distillation:
+        facts["training together"] = (
+            f"about {size_text(needs.distillation)} for the kept weights of all layers; left out where there "
+            "is less"
+        )
+    facts["time"] = _time(seconds, sum(sum(phase.values()) for phase in needs.work.values()))
     print_facts(facts.items())
 
 

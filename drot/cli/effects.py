@@ -1,6 +1,6 @@
 """The check of `drot prune` for options that would have no effect."""
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,82 +16,57 @@ NOT_TRAINING = ("mode", "blocks", "layers_per_rotation", "down_rotation", "bound
 #: fields of RotationConfig that only the training reads
 TRAINING = tuple(name for name in fields_of(RotationConfig) if name not in NOT_TRAINING)
 
-Condition = tuple[str, Callable[[ResolvedRecipe, bool], bool], tuple[str, ...]]
 
-#: Conditions under which options have no effect: the condition in words; a function of the recipe, and of
-#: whether --rotations was given, that tests it; and the fields of the options without effect.
-#: An option without effect is a mistake on a command line. Recipe itself accepts it, because a program may
-#: vary one setting of a recipe and leave the others as they are.
-WITHOUT_EFFECT: tuple[Condition, ...] = (
-    (
-        "--rotation none",
-        lambda recipe, given: recipe.rotation.mode == "none",
-        (*TRAINING, "down_rotation", "rotations", "save_rotations_to"),
-    ),
-    (
-        "--objective entropy",
-        lambda recipe, given: recipe.rotation.objective == "entropy",
-        ("output_weights",),
-    ),
-    (
-        "--rotation stock, light or shared",
-        lambda recipe, given: recipe.rotation.mode == "shared",
-        ("hessians",),
-    ),
-    (
-        "--rotation none, stock, light or shared",
-        lambda recipe, given: recipe.rotation.mode != "layer",
-        ("layers_per_rotation",),
-    ),
-    ("--rotations FILE", lambda recipe, given: given, (*TRAINING, "blocks")),
-    (
-        "--rotation other than shared",
-        lambda recipe, given: recipe.rotation.mode != "shared",
-        ("layers_per_step",),
-    ),
-    ("--layers-per-step", lambda recipe, given: recipe.rotation.layers_per_step > 0, ("early_stop",)),
-    ("--optimizer paper", lambda recipe, given: recipe.rotation.optimizer == "paper", ("early_stop",)),
-    (
-        "--method other than sparsegpt",
-        lambda recipe, given: recipe.pruning.method != "sparsegpt",
-        ("reference_compat",),
-    ),
-    (
-        "--method other than sparsegpt and --solve other than sparsegpt",
-        lambda recipe, given: "sparsegpt" not in (recipe.pruning.method, recipe.pruning.solve),
-        ("block_size",),
-    ),
-    (
-        "--method other than sparsegpt, --solve none and --target self",
-        lambda recipe, given: (
-            recipe.pruning.method != "sparsegpt"
-            and (recipe.pruning.solve, recipe.pruning.target) == ("none", "self")
-        ),
-        ("damping", "damping_average"),
-    ),
-    ("--target self", lambda recipe, given: recipe.pruning.target == "self", ("target_weight",)),
-    (
-        "--recover none",
-        lambda recipe, given: recipe.recovery.recover == "none",
-        ("recover_epochs", "recover_lr", "recover_batch"),
-    ),
-    (
-        "--distill-epochs 0",
-        lambda recipe, given: not recipe.recovery.distill_epochs,
-        ("distill_nsamples", "distill_lr", "distill_batch"),
-    ),
-    (
-        "a .txt file",
-        lambda recipe, given: all(text.endswith(".txt") for text, _ in texts_of(recipe.calibration.source)),
-        ("text_column",),
-    ),
-)
-#: as in WITHOUT_EFFECT, for a run that prunes
-NO_TEXT: Condition = (
-    "--method magnitude --rotation none, which reads a text only if --calibration names one",
-    lambda recipe, given: not recipe.reads_calibration,
-    ("nsamples", "seqlen", "seed", "text_column", "token_weights"),
-)
+def _without_effect(
+    recipe: ResolvedRecipe, *, given: bool, measures: bool
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Each condition that holds, in words, with the fields of the options that have no effect then.
+
+    An option without effect is a mistake on a command line. Recipe itself accepts it, because a program may
+    vary one setting of a recipe and leave the others as they are.
+
+    given, measures: whether --rotations and --sensitivity were given.
+    """
+    rotation, pruning, recovery = recipe.rotation, recipe.pruning, recipe.recovery
+    sparsegpt = pruning.method == "sparsegpt"
+    if rotation.mode == "none":
+        yield "--rotation none", (*TRAINING, "down_rotation", "rotations", "save_rotations_to")
+    if rotation.objective == "entropy":
+        yield "--objective entropy", ["output_weights"]
+    if rotation.mode == "shared":
+        yield "--rotation stock, light or shared", ["hessians"]
+    if rotation.mode != "layer":
+        yield "--rotation none, stock, light or shared", ["layers_per_rotation"]
+    if given:
+        yield "--rotations FILE", (*TRAINING, "blocks")
+    if rotation.mode != "shared":
+        yield "--rotation other than shared", ["layers_per_step"]
+    if rotation.layers_per_step > 0:
+        yield "--layers-per-step", ["early_stop"]
+    if rotation.optimizer == "paper":
+        yield "--optimizer paper", ["early_stop"]
+    if not sparsegpt:
+        yield "--method other than sparsegpt", ["reference_compat"]
+    if not sparsegpt and pruning.solve != "sparsegpt":
+        yield "--method other than sparsegpt and --solve other than sparsegpt", ["block_size"]
+    if not sparsegpt and (pruning.solve, pruning.target) == ("none", "self"):
+        yield (
+            "--method other than sparsegpt, --solve none and --target self",
+            ["damping", "damping_average"],
+        )
+    if pruning.target == "self":
+        yield "--target self", ["target_weight"]
+    if recovery.recover == "none":
+        yield "--recover none", ["recover_epochs", "recover_lr", "recover_batch"]
+    if not recovery.distill_epochs:
+        yield "--distill-epochs 0", ["distill_nsamples", "distill_lr", "distill_batch"]
+    if all(text.endswith(".txt") for text, _ in texts_of(recipe.calibration.source)):
+        yield "a .txt file", ["text_column"]
+    if not recipe.reads_calibration and not measures:
+        yield (
+            "--method magnitude --rotation none, which reads a text only if --calibration names one",
+            ["nsamples", "seqlen", "seed", "text_column", "token_weights"],
+        )
 
 
 def check_effects(asked: AskedRecipe, *, measures: bool = False, **files: Path | None) -> None:
@@ -105,11 +80,11 @@ def check_effects(asked: AskedRecipe, *, measures: bool = False, **files: Path |
     for section in SECTIONS:
         before, after = (values_of(getattr(recipe, section)) for recipe in (asked.start, asked.recipe))
         changed |= {name for name, value in after.items() if value != before[name]}
-    recipe = resolve(asked.recipe)
-    table = WITHOUT_EFFECT if measures else (*WITHOUT_EFFECT, NO_TEXT)
-    for condition, applies, fields_without_effect in table:
-        idle = [name for name in fields_without_effect if name in changed]
-        if idle and applies(recipe, files["rotations"] is not None):
+    conditions = _without_effect(
+        resolve(asked.recipe), given=files["rotations"] is not None, measures=measures
+    )
+    for condition, fields in conditions:
+        if idle := [name for name in fields if name in changed]:
             _refuse(idle, f"with {condition}")
 
 

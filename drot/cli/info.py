@@ -1,11 +1,12 @@
 """The command `drot info`, and the table of the machine."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from drot.cli.output import print_facts, print_json, print_line, print_manifest
-from drot.core.checks import counted, path_exists
+from drot.core.checks import counted
 from drot.core.errors import UserError
 
 
@@ -45,7 +46,7 @@ def info(
         from drot.checkpoint.manifest import MANIFEST
         from drot.checkpoint.source import model_folder
 
-        if path_exists(folder) or not (model_folder(str(folder)) / MANIFEST).exists():
+        if os.path.exists(folder) or not (model_folder(str(folder)) / MANIFEST).exists():
             _show_model(str(folder), as_json)
             return
         folder = model_folder(str(folder))  # drot wrote this model of the hub
@@ -73,7 +74,7 @@ def _is_other_model(folder: Path) -> bool:
     from drot.checkpoint.manifest import MANIFEST
     from drot.core.hub import HUB_NAME
 
-    if not path_exists(folder):
+    if not os.path.exists(folder):
         name = folder.parent if folder.suffix == ".gguf" else folder
         return len(name.parts) == 2 and HUB_NAME.fullmatch(str(name)) is not None
     if (folder / MANIFEST).exists():
@@ -167,6 +168,6 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ]
     yield "GPUs", "; ".join(gpus) or "none that torch finds"
     cpu = data["cpu"]
-    threads = f"{cpu['threads']} thread{'' if cpu['threads'] == 1 else 's'}"
+    threads = counted(cpu["threads"], "thread")
     yield "CPU", f"{cpu['machine']}, vector instructions {cpu['capability']}, {threads}"
     yield "tuning cache", data["tuning_cache"] or "none"

@@ -1,5 +1,6 @@
 """Texts of the library in the words of the command line: the option --hessians for the field `hessians`."""
 
+import re
 from collections.abc import Callable
 
 from drot.config.recipe import SECTION_OF
@@ -31,13 +32,12 @@ def in_options(text: str, flag_of: Callable[[str], str | None]) -> str:
 
     flag_of: field → its option; None for other names, which stay as they are.
     """
-    pieces = text.split("`")
-    shown = pieces[0]
-    for code, after in zip(pieces[1::2], pieces[2::2], strict=False):
-        name, _, value = code.partition("=")
-        option, value = flag_of(name), value.strip('"')
-        if option is None:
-            shown += f"`{code}`{after}"
-        else:
-            shown += option + (f" {value}" if value not in ("", "True") else "") + after
-    return shown if len(pieces) % 2 else f"{shown}`{pieces[-1]}"
+
+    def shown(quoted: re.Match[str]) -> str:
+        name, _, value = quoted[1].partition("=")
+        if (option := flag_of(name)) is None:
+            return quoted[0]
+        value = value.strip('"')
+        return option if value in ("", "True") else f"{option} {value}"
+
+    return re.sub("`([^`]*)`", shown, text)

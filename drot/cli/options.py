@@ -6,10 +6,10 @@ a form are completed by the shell. An entry without a text has that of COMMON_OP
 """
 
 import inspect
+import os
 import re
 import typing
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,11 +20,10 @@ from drot.cli.log import FORMS, Form
 from drot.cli.messages import flag, in_options
 from drot.config import SEQLEN, CalibrationConfig, WeightFormat
 from drot.config.settings import description_of, fields_of
-from drot.core.checks import path_exists
 from drot.core.hub import check_model_name
 from drot.core.torchrun import rank
 from drot.core.validation import choices_of, members_of
-from drot.text.names import check_sources, check_text
+from drot.text.names import check_sources, local_file
 
 #: the sources of a text, for the help of --calibration and --text
 SOURCES = description_of(CalibrationConfig, "source")
@@ -58,20 +57,20 @@ COMMON_OPTIONS = {
 
 def check_checkpoint(folder: str) -> None:
     """Raises UserError if there is no such folder."""
-    if not path_exists(Path(folder)):
+    if not os.path.exists(folder):
         from drot.checkpoint.manifest import read_any_manifest
 
         read_any_manifest(folder)
 
 
 #: Form of a value → what checks it before torch and transformers are imported, which takes seconds
-CHECKS: dict[str, Callable[[str], None]] = {
+CHECKS: dict[str, Callable[[str], object]] = {
     "DIR": check_checkpoint,
     "MODEL": check_model_name,
     "MODEL...": check_model_name,
     "[c4|own|ORG/NAME|PATH]": check_sources,
     "[c4|ORG/NAME|PATH]": check_sources,
-    "[ORG/NAME|PATH]": lambda text: check_text(text, "test"),
+    "[ORG/NAME|PATH]": lambda text: local_file(text, "test"),
 }
 SECTION = re.compile(r"^(\w+):\n", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}(\w+)(?: (\S+))?:((?:.*\n)(?: {8}.*\n)*)", re.MULTILINE)
@@ -120,21 +119,19 @@ def _show_progress(ctx: typer.Context, form: str) -> None:
 
 
 HELP_ALL = _acting("help_all", False, bool, _show_all, is_eager=True, help="Show all options and exit.")
-#: the options of the commands that show progress
-PROGRESS = [
-    _acting(
-        "progress",
-        FORMS[0],
-        str,
-        _show_progress,
-        metavar=f"[{'|'.join(FORMS)}]",
-        autocompletion=lambda: list(FORMS),
-        rich_help_panel="Run",
-        help="Progress on stderr. auto: bars on a terminal, otherwise lines. json: one JSON object a line, "
-        "with the seconds since the start, phase, layer, layers, step, steps, loss, and name, the model "
-        "among several. In the phases read and tokenize a step is a character. none: no progress.",
-    ),
-]
+#: the option of the commands that show progress
+PROGRESS = _acting(
+    "progress",
+    FORMS[0],
+    str,
+    _show_progress,
+    metavar=f"[{'|'.join(FORMS)}]",
+    autocompletion=lambda: list(FORMS),
+    rich_help_panel="Run",
+    help="Progress on stderr. auto: bars on a terminal, otherwise lines. json: one JSON object a line, "
+    "with the seconds since the start, phase, layer, layers, step, steps, loss, and name, the model "
+    "among several. In the phases read and tokenize a step is a character. none: no progress.",
+)
 
 
 def command_of(
@@ -166,7 +163,7 @@ def command_of(
                 named.replace(kind=named.KEYWORD_ONLY, annotation=Annotated[named.annotation, shown])
             )
 
-    acting = [*(PROGRESS if progress else []), *([HELP_ALL] if first else [])]
+    acting = [PROGRESS] * progress + [HELP_ALL] * bool(first)
     parameters += acting
     others = {option.name for option in acting}  # typer passes their defaults all the same
 

@@ -1,6 +1,6 @@
 """The command `drot prune`: from its options to a run, and what is printed of the result."""
 
-import contextlib
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ from drot.cli.ranks import checked_ranks, launch_if_asked
 from drot.cli.recipe import AskedRecipe, asked_recipe, check_rotations_file, fit_recipe, run_settings
 from drot.cli.sensitivity import show_sensitivity
 from drot.config import Recipe
-from drot.core.checks import counted, path_exists
+from drot.core.checks import counted
 from drot.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -171,21 +171,29 @@ def _model(name: str | None, gguf_file: str | None, manifest: dict[str, Any]) ->
     model = name or manifest.get("base_model")
     if not model:
         raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as --recipe")
-    if not name and not HUB_NAME.fullmatch(model) and not path_exists(Path(model)):
+    if not name and not HUB_NAME.fullmatch(model) and not os.path.exists(model):
         raise UserError(f"there is no {model}, from which the checkpoint of --recipe was made: name MODEL")
     return str(model) if gguf_file is None else f"{model}/{gguf_file}"
 
 
 def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: Any) -> None:
     """Runs `drot.prune` with the options, and prints its result."""
-    from drot.checkpoint.resume import finished_layers
+    from drot.checkpoint.resume import finished_layers, partial_folder
     from drot.pipeline import prune as pipeline
 
     if options["resume"] and (count := finished_layers(out)):
         tell(f"drot: the interrupted run finished {counted(count, 'layer')}; those that are sound are kept")
 
-    with told_how_to_go_on(out), working() as progress:
-        result = pipeline.prune(model, asked.recipe, out=out, progress=progress, **options)
+    try:
+        with working() as progress:
+            result = pipeline.prune(model, asked.recipe, out=out, progress=progress, **options)
+    except KeyboardInterrupt:
+        folder = partial_folder(out)
+        if not folder.exists():
+            raise Interrupted("no layer was finished, and nothing is kept") from None
+        raise Interrupted(
+            f"what was finished lies in {folder}; to go on, give the same command with --resume"
+        ) from None
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})
         return
@@ -195,22 +203,6 @@ def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: An
     print_line("Next:")
     for command, what in next_commands(model, out, asked.recipe, result.manifest):
         print_line(f"  {command}  # {what}")
-
-
-@contextlib.contextmanager
-def told_how_to_go_on(out: Path) -> Iterator[None]:
-    """Turns Ctrl-C into an Interrupted that says what the user can do now."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        from drot.checkpoint.resume import partial_folder
-
-        folder = partial_folder(out)
-        if not folder.exists():
-            raise Interrupted("no layer was finished, and nothing is kept") from None
-        raise Interrupted(
-            f"what was finished lies in {folder}; to go on, give the same command with --resume"
-        ) from None
 
 
 def next_commands(model: str, out: Path, recipe: Recipe, manifest: "Manifest") -> Iterator[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """Checks of arguments, with the argument's name in the message."""
 
 import reprlib
-from pathlib import Path
 
 from drot.core.errors import UserError
 
@@ -30,14 +29,6 @@ def is_callable(name: str, value: object, *, or_none: bool = False) -> None:
     """Raises UserError unless `value` can be called, or is None where `or_none` allows it."""
     if not (callable(value) or (value is None and or_none)):
         raise UserError(f"`{name}` must be callable; got {shortened(value)}, a {type(value).__name__}")
-
-
-def path_exists(path: Path) -> bool:
-    """Whether there is such a file or folder; False for a name that is too long for a file."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 def counted(count: int, noun: str) -> str:

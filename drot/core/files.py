@@ -34,17 +34,12 @@ def writing(path: Path) -> Iterator[None]:
     """Turns the exceptions of a failed write into a WriteError of one line that names `path`."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        raise WriteError(f"cannot write {path}: {_reason(error)}") from error
     except Exception as error:
         # the package tokenizers raises a plain Exception, as in 'No space left on device (os error 28)'
-        if type(error) is not Exception or "os error" not in str(error):
+        of_tokenizers = type(error) is Exception and "os error" in str(error)
+        if not (of_tokenizers or isinstance(error, OSError | SafetensorError)):
             raise
-        raise WriteError(f"cannot write {path}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+        raise WriteError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 @contextlib.contextmanager

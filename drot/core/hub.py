@@ -1,13 +1,13 @@
 """Access to the Hugging Face hub, with one quick request in place of many slow retries without a network."""
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drot.core.checks import path_exists
 from drot.core.errors import UserError, quoted
 
 #: the name of a model on the hub: MODEL or OWNER/MODEL
@@ -22,7 +22,7 @@ def check_model_name(model: str) -> None:
     A GGUF file has the folder, or the name on the hub, in front of its own name.
     """
     owner = model.rpartition("/")[0] if model.endswith(".gguf") else model
-    if not (path_exists(Path(owner)) or HUB_NAME.fullmatch(owner)):
+    if not (os.path.exists(Path(owner)) or HUB_NAME.fullmatch(owner)):
         raise UserError(f"there is no such folder: {model!r}")
 
 

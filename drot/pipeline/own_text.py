@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.resume import IDENTITY
 from drot.config import ResolvedRecipe
-from drot.core.checks import is_a, is_callable, path_exists
+from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable, new_file, writing
@@ -83,7 +84,7 @@ def sample(
         raise UserError(f"`seed` must be a whole number from 0 to {2**64 - 1}; got {seed}")
     if out.suffix != SUFFIX:
         raise UserError(f"`out` must end in {SUFFIX}, got {out}: its rows hold a text each")
-    if path_exists(out):
+    if os.path.exists(out):
         raise UserError(f"{out} exists: name another `out` or remove it")
     check_writable(out)
     tokenizer = load_tokenizer(model)

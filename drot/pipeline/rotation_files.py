@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from drot.checkpoint.rotations import (
     stored_r1s,
 )
 from drot.config import Recipe
-from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.files import check_file_name, check_writable
 from drot.core.hashes import file_record
@@ -111,7 +111,7 @@ def check_rotations_output(
             "rotations"
         )
     check_file_name(file)
-    if path_exists(file) and (file.is_dir() or not resume):
+    if os.path.exists(file) and (file.is_dir() or not resume):
         raise UserError(f"{file} exists: name another `save_rotations_to` or remove it")
     if out is not None and path_inside(file, partial_folder(out)) is not None:
         raise UserError(f"{file} lies in the folder of the unfinished run: name another `save_rotations_to`")

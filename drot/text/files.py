@@ -1,11 +1,12 @@
 """Text in local files: all of it, or of a large file only what is needed."""
 
 import codecs
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ LARGE = 5_000_000
 BYTES_A_TOKEN = 8
 #: bytes of the longest line of a large .jsonl file
 LONGEST_LINE = 1 << 26
-#: bytes that are decoded at a time
+#: characters that are decoded at a time
 PART = 1 << 20
 #: the entry of the first row of a text that a model wrote: SAMPLED, or the digest of the run that wrote it
 WRITTEN_BY, SAMPLED = "written_by", "drot.sample"
@@ -84,38 +85,34 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _read_utf8(path: Path) -> str:
-    """The text of a file, without a byte order mark. It is read in parts, so that a wrong file ends early."""
-    decoder, parts = codecs.getincrementaldecoder("utf-8-sig")(), []
+    """The text of a file, as `_parts` gives it."""
     try:
         with path.open("rb") as handle:
-            content = None
-            while content != b"":
-                content = handle.read(PART)
-                parts.append(_decoded(path, decoder, content, handle.tell(), final=not content))
+            return "".join(_parts(path, handle))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    return _lines("".join(parts))
 
 
-def _lines(text: str) -> str:
-    """The text with one kind of line ends."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+def _parts(path: Path, handle: IO[bytes], start: int = 0) -> Iterator[str]:
+    """The text of `handle`, without a byte order mark and with one kind of line ends.
 
+    It comes in parts, so that a wrong file ends early. Raises UserError unless it is UTF-8.
 
-def _decoded(path: Path, decoder: Any, content: bytes, end: int, *, final: bool) -> str:
-    """The text of `content`, which ends at byte `end` of the file. Raises UserError unless it is UTF-8."""
+    start: the byte of the file at which `handle` begins.
+    """
+    reader = io.TextIOWrapper(handle, "utf-8" if start else "utf-8-sig")
     try:
-        text: str = decoder.decode(content, final)
+        while part := reader.read(PART):
+            if "\0" in part:  # UTF-16 of English text without a byte order mark is valid UTF-8
+                raise _not_utf8(path)
+            yield part
     except UnicodeDecodeError as error:
         utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise UserError(
             f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at offset "
-            f"{end - len(error.object) + error.start}: convert it, for example with iconv -f "
-            f"{'utf-16' if utf16 else 'latin1'} -t utf-8"
+            f"{start + handle.tell() - len(error.object) + error.start}: convert it, for example with iconv "
+            f"-f {'utf-16' if utf16 else 'latin1'} -t utf-8"
         ) from None
-    if "\0" in text:  # UTF-16 of English text without a byte order mark is valid UTF-8
-        raise _not_utf8(path)
-    return text
 
 
 def _not_utf8(path: Path) -> UserError:
@@ -189,14 +186,13 @@ class LargeText:
             raise _not_utf8(self.path)
         is_text = self.path.suffix == ".txt"
         mark = b"\n" if not is_text or b"\n" in content else b" "
+        first = start
         if start > 0:
             content = content.partition(mark)[2]
-        end = stop
+            first = stop - len(content)
         if stop < self.size:
-            whole = content.rpartition(mark)[0]
-            content, end = whole, stop - (len(content) - len(whole))
-        decoder = codecs.getincrementaldecoder("utf-8-sig" if start == 0 else "utf-8")()
-        text = _lines(_decoded(self.path, decoder, content, end, final=stop == self.size))
+            content = content.rpartition(mark)[0]
+        text = "".join(_parts(self.path, io.BytesIO(content), first))
         if not is_text:
             where = f"behind byte {start}"
             rows = _json_lines(text, self.path, f"{where}, line")

@@ -1,9 +1,8 @@
 """Several texts as one calibration text: `a.txt,b.txt=2`, each with its share of the sequences."""
 
+import os
 import re
-from pathlib import Path
 
-from drot.core.checks import path_exists
 from drot.core.errors import UserError
 
 #: the largest share; the sum of some larger ones is infinite
@@ -20,7 +19,7 @@ def texts_of(source: str) -> list[tuple[str, float]]:
     Raises UserError for a text without a name, a text that stands twice, a share that is not above 0 or is
     above LARGEST_SHARE, and the share of a text that stands alone.
     """
-    if path_exists(Path(source)):
+    if os.path.exists(source):
         return [(source, 1.0)]
     if "," not in source:
         alone = PART.fullmatch(source)
@@ -37,7 +36,7 @@ def texts_of(source: str) -> list[tuple[str, float]]:
             share = float(match["share"] or 1) if match else 0.0
         except ValueError:  # 1.2.3
             share = 0.0
-        unread = match and not match["share"] and "=" in part and not path_exists(Path(part.strip()))
+        unread = match and not match["share"] and "=" in part and not os.path.exists(part.strip())
         if match is None or unread or not 0 < share <= LARGEST_SHARE or match["source"] in found:
             raise UserError(
                 "`source` with several texts must name each once, with a share above 0 and at most "

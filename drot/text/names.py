@@ -3,11 +3,12 @@
 Nothing here imports torch, so that the command line finds a wrong name at once.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-from drot.core.checks import path_exists, shortened
+from drot.core.checks import shortened
 from drot.core.errors import UserError
 from drot.text.mixture import texts_of
 
@@ -32,13 +33,7 @@ def check_sources(source: str) -> None:
     """Raises UserError if one of the texts of a calibration is a file that does not exist. Reads nothing."""
     for text, _ in texts_of(source):
         if text != OWN_SOURCE:
-            check_text(text, "train")
-
-
-def check_text(source: str, split: str) -> None:
-    """Raises UserError if a text is neither a dataset on the hub nor a file. Reads nothing."""
-    if hub_arguments(source, split) is None:
-        local_file(source, split)
+            local_file(text, "train")
 
 
 def are_files(source: str) -> bool:
@@ -51,19 +46,24 @@ def hub_arguments(source: str, split: str) -> dict[str, Any] | None:
     if source in SPLITS[split]:  # ./c4 names a file or a folder c4
         return HUB[source] | {"split": split}
     found = DATASET.fullmatch(source)
-    if found is None or path_exists(Path(source)) or Path(source).suffix in SUFFIXES:
+    if found is None or os.path.exists(source) or Path(source).suffix in SUFFIXES:
         return None
     return {"path": found["path"], "name": found["name"], "split": found["split"] or split, "streaming": True}
 
 
-def local_file(source: str, split: str) -> Path:
-    """The file of a source that is no dataset on the hub. Raises UserError if there is no such file."""
+def local_file(source: str, split: str) -> Path | None:
+    """The file of a source; None for a dataset on the hub. Reads nothing.
+
+    Raises UserError if `source` is neither.
+    """
+    if hub_arguments(source, split) is not None:
+        return None
     path = Path(source)
-    if not path_exists(path) or not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(
             f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])}, a dataset on the hub such as "
             f"org/name:split, or a {', '.join(SUFFIXES)} file; got {shortened(source)}, which "
-            + ("is a folder" if path_exists(path) else "is no such name and no file")
+            + ("is a folder" if os.path.exists(path) else "is no such name and no file")
         )
     if path.suffix not in SUFFIXES:
         raise UserError(

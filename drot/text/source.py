@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from drot.config import CalibrationConfig
-from drot.core.checks import path_exists
 from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
@@ -122,10 +122,8 @@ def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress, 
 
 def _sampled(source: str) -> Path | None:
     """The file of a text, if a model wrote it."""
-    if hub_arguments(source, "train") is not None:
-        return None
     path = local_file(source, "train")
-    return path if path.suffix == ".jsonl" and author(path) is not None else None
+    return path if path and path.suffix == ".jsonl" and author(path) is not None else None
 
 
 def _of_own_text(
@@ -150,10 +148,8 @@ def _of_own_text(
 
 def large_text(settings: CalibrationConfig, tokenizer: Any, progress: Progress) -> LargeText | None:
     """The source of `settings` if it is a large file; None if it is not. Progress reports it as one text."""
-    if hub_arguments(settings.source, "train") is not None:
-        return None
     path = local_file(settings.source, "train")
-    if path.suffix not in (".txt", ".jsonl") or path.stat().st_size < LARGE:
+    if path is None or path.suffix not in (".txt", ".jsonl") or path.stat().st_size < LARGE:
         return None
     progress(ProgressEvent(phase="tokenize", steps=path.stat().st_size))
     return LargeText(path, settings.text_column, tokenizer, lambda text: tokenize(text, tokenizer))
@@ -219,11 +215,12 @@ def read_text(
         progress: receives the event `read`, with the number of characters, at the beginning and after every
             READ_EVERY characters.
     """
-    hub = hub_arguments(source, split)
-    if hub is None:
-        rows = file_rows(local_file(source, split))
+    hub, path = hub_arguments(source, split), local_file(source, split)
+    if path is not None:
+        rows = file_rows(path)
         enough = 0 if max_tokens is None else max(LARGE, 8 * max_tokens)
     else:
+        assert hub is not None
         rows = _hub_rows(source, hub, ARGUMENT[split])
         enough = 8 * max_tokens if max_tokens is not None and hub["streaming"] else 0
     progress(ProgressEvent(phase="read", steps=enough))
@@ -254,7 +251,7 @@ def _hub_rows(source: str, hub: dict[str, Any], argument: str) -> Iterator[Any]:
     import datasets
 
     path = hub["path"]
-    if path_exists(Path(path)):
+    if os.path.exists(path):
         raise UserError(
             f"the current folder holds {path}, which the package datasets would read in place of the dataset "
             f"{source}: start drot in another folder"

@@ -107,7 +107,7 @@ def test_the_docstring_of_a_command_has_its_parameters(command):
     named = inspect.signature(getattr(module, COMMANDS[command])).parameters.keys() - {"ctx", "settings"}
     settings = {option.name for option in getattr(module, "SETTINGS", ())}
     shown = {param.name: param for param in imported(command).params}
-    assert named | settings == shown.keys() - {"help", "help_all", "log", "progress"}
+    assert named | settings == shown.keys() - {"help", "help_all", "progress"}
     assert all(param.help for param in shown.values())
 
 

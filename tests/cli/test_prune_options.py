@@ -155,28 +155,22 @@ def test_the_options_are_those_of_the_fields():
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "blocks"), [("none", "none", 1), ("shared", "shared", 1), ("block:8", "layer", 8)]
-)
-def test_rotation(calls, text, mode, blocks):
-    assert cli.run(["prune", "m", "--out", "o", "--rotation", text]) == 0
-    rotation = calls[0][1].rotation
-    assert (rotation.mode, rotation.blocks) == (mode, blocks)
-
-
-@pytest.mark.parametrize(
-    ("options", "mode", "down"),
+    ("options", "mode", "down", "blocks"),
     [
-        (["stock"], "shared", "none"),
-        (["light"], "shared", 64),
-        (["full"], "layer", "auto"),
-        (["light", "--down-rotation", "32"], "shared", 32),
-        (["layer", "--down-rotation", "none"], "layer", "none"),
+        (["none"], "none", "auto", 1),
+        (["shared"], "shared", "auto", 1),
+        (["block:8"], "layer", "auto", 8),
+        (["stock"], "shared", "none", 1),
+        (["light"], "shared", 64, 1),
+        (["full"], "layer", "auto", 1),
+        (["light", "--down-rotation", "32"], "shared", 32, 1),
+        (["layer", "--down-rotation", "none"], "layer", "none", 1),
     ],
 )
-def test_the_three_points(calls, options, mode, down):
+def test_rotation(calls, options, mode, down, blocks):
     assert cli.run(["prune", "m", "--out", "o", "--rotation", *options]) == 0
     rotation = calls[0][1].rotation
-    assert (rotation.mode, rotation.down_rotation, rotation.blocks) == (mode, down, 1)
+    assert (rotation.mode, rotation.down_rotation, rotation.blocks) == (mode, down, blocks)
 
 
 @pytest.mark.parametrize(

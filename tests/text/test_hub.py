@@ -202,16 +202,3 @@ def test_a_file_goes_before_a_dataset_of_its_name(tmp_path, monkeypatch):
     (tmp_path / "org" / "name").write_text("x")
     with pytest.raises(UserError, match="suffix must be one of"):
         read_text("org/name", "train", "text")
-
-
-def test_the_known_sources_are_read_as_before(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda path, **options: seen.append((path, options)) or [{"text": "x" * 99}]
-    )
-    read_text("c4", "train", "text", max_tokens=1)
-    read_text("wikitext2", "test", "text")
-    assert [(path, options["split"], options["streaming"]) for path, options in seen] == [
-        ("allenai/c4", "train", True),
-        ("Salesforce/wikitext", "test", False),
-    ]

@@ -223,7 +223,7 @@ def test_the_right_data_are_read_from_the_hub_and_c4_only_in_part(monkeypatch):
     (c4, c4_options), (wikitext, wikitext_options) = seen
     assert (c4, c4_options["split"], c4_options["streaming"]) == ("allenai/c4", "train", True)
     assert (wikitext, wikitext_options["name"]) == ("Salesforce/wikitext", "wikitext-2-raw-v1")
-    assert wikitext_options["split"] == "train"
+    assert (wikitext_options["split"], wikitext_options["streaming"]) == ("train", False)
     read_text("wikitext2", "test", "text")
     assert seen[2][1]["split"] == "test"
 

@@ -10,6 +10,7 @@
 """
 
 import math
+import os
 import struct
 import zipfile
 import zlib
@@ -24,7 +25,7 @@ from torch import Tensor
 from drot.checkpoint.artifact.coding import from_planes, to_planes
 from drot.checkpoint.integrity import Files
 from drot.config import BoundaryPlace
-from drot.core.checks import path_exists, shortened
+from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.core.reading import Entries, check_regular, check_schema, parse_json
 from drot.model.decoder import DecoderModel
@@ -83,7 +84,7 @@ class Reader(zipfile.ZipFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path_exists(path):
+        if not os.path.exists(path):
             raise UserError(f"there is no artifact {path}: write one with drot export")
         check_regular(path)
         try:
