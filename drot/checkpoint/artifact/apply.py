@@ -8,7 +8,7 @@ import torch
 
 from drot.checkpoint.artifact.coding import decode
 from drot.checkpoint.artifact.container import Reader
-from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
+from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions
 from drot.checkpoint.artifact.tensors import (
     CODED_DTYPES,
     at_positions,
@@ -95,8 +95,7 @@ def write_checkpoint(reader: Reader, source: DecoderModel, folder: Path, progres
         os.truncate(file, record.bytes)
     rotations = reader.rotations(source) if index.rotated else None
     bases = Bases(index.boundary, len(source.layers), index.layers_per_rotation or 1)
-    found = predictions(source, rotations, bases)
-    for prediction in reported(found, "apply", config.num_hidden_layers, progress):
+    for prediction in predictions(source, rotations, bases, "apply", progress):
         if names := names_of_weight(prediction.name, stored):
             _write_tensor(reader, prediction, names, stored)
     for name, record in index.files.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 from drot.checkpoint.artifact.apply import write_checkpoint
 from drot.checkpoint.artifact.coding import encode
 from drot.checkpoint.artifact.container import ARTIFACT_INDEX, ARTIFACT_VERSION, Reader, Writer
-from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
+from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions
 from drot.checkpoint.artifact.rotations import rotations_in
 from drot.checkpoint.artifact.tensors import (
     CODED_DTYPES,
@@ -142,7 +142,7 @@ def export_artifact(
                     writer.add(f"files/{file}", path.read_bytes())
             if given is not None:
                 writer.add_rotations(given.values())
-            tensors = reported(predictions(source, given, bases), "export", len(source.layers), progress)
+            tensors = predictions(source, given, bases, "export", progress)
             tolerances = _add_all(writer, tensors, stored)
             writer.add(ARTIFACT_INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
         # makes the checkpoint once; raises UserError if a hash differs
