@@ -18,8 +18,6 @@ from drot.ops import unpack24
 CODED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 #: the name of a tensor in a file of rotations
 ROTATION = re.compile(r"layers\.\d+\.r[123]")
-#: bit positions of the four 2-bit positions in a byte (drot/ops/pack24.py)
-SHIFTS = (0, 2, 4, 6)
 
 
 def holds_weights(name: str) -> bool:
@@ -68,8 +66,10 @@ def numbered(prediction: Prediction) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def at_positions(rows: Tensor, positions: Tensor) -> Tensor:
-    """The elements [r, c/2] of `rows` [r, c] at the packed `positions` uint8 [r, c/8]."""
-    shifts = torch.tensor(SHIFTS)
-    chosen = ((positions.long().unsqueeze(-1) >> shifts) & 3).flatten(1)
-    groups = torch.arange(rows.shape[1] // 4).repeat_interleave(2)
-    return rows.gather(1, chosen + 4 * groups)
+    """The elements [r, c/2] of `rows` [r, c] at the packed `positions` uint8 [r, c/8].
+
+    Raises ValueError as `unpack24`.
+    """
+    count = rows.shape[1] // 2
+    chosen = unpack24(torch.ones(len(rows), count), positions) == 1
+    return rows[chosen].reshape(len(rows), count)
