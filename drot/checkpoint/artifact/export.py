@@ -208,9 +208,7 @@ def round_bits(matrix: Tensor, bits: int) -> Tensor:
     return (whole & -(1 << drop)).view(torch.float32)
 
 
-def _add_all(
-    writer: Writer, found: Iterable[Prediction], stored: dict[str, Header]
-) -> dict[str, float]:
+def _add_all(writer: Writer, found: Iterable[Prediction], stored: dict[str, Header]) -> dict[str, float]:
     """Adds the parts of all tensors; returns the tolerance of each.
 
     Raises UserError for a tensor of the checkpoint that the dense model does not have.
