@@ -9,15 +9,9 @@ import torch
 from drot.checkpoint.artifact.coding import decode
 from drot.checkpoint.artifact.container import Reader
 from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions
-from drot.checkpoint.artifact.tensors import (
-    CODED_DTYPES,
-    at_positions,
-    holds_weights,
-    names_of_weight,
-    numbered,
-)
+from drot.checkpoint.artifact.tensors import at_positions, holds_weights, names_of_weight, numbered
 from drot.checkpoint.save import check_output
-from drot.checkpoint.source import Header, tensors_of
+from drot.checkpoint.source import DENSE_DTYPES, Header, tensors_of
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -127,7 +121,7 @@ def _write_tensor(
             held = stored[weight]
             # `unsure` is the largest: two numbers of 8 bytes for each weight
             parts = reader.parts(member, ("mask", "difference", "unsure"), 16 * rows.numel())
-            values = decode(parts, rows, tolerance, CODED_DTYPES[held.dtype]).contiguous()
+            values = decode(parts, rows, tolerance, DENSE_DTYPES[held.dtype]).contiguous()
             row_bytes = values.nbytes // len(values)
             _write_at(held.file, held.start + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
         except UserError:

@@ -18,7 +18,6 @@ from drot.checkpoint.artifact.container import ARTIFACT_INDEX, ARTIFACT_VERSION,
 from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions
 from drot.checkpoint.artifact.rotations import rotations_in
 from drot.checkpoint.artifact.tensors import (
-    CODED_DTYPES,
     at_positions,
     holds_rotations,
     holds_weights,
@@ -37,7 +36,7 @@ from drot.checkpoint.integrity import (
 )
 from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.opening import load_config
-from drot.checkpoint.quantization_config import drot_config_of
+from drot.checkpoint.quantization_config import STORED_DTYPES, drot_config_of
 from drot.checkpoint.resume import OWN_TEXT
 from drot.checkpoint.rotations import open_rotations
 from drot.checkpoint.source import SMALL_FILES, Header, header_bytes, read_headers
@@ -234,8 +233,8 @@ def _add(
     """Adds the parts of one tensor. names: of the checkpoint's tensors that they stand for."""
     weight, positions = names
     path, dtype = stored[weight].file, stored[weight].dtype
-    if dtype not in CODED_DTYPES:
-        raise UserError(f"{path}: {weight} must be of dtype {', '.join(CODED_DTYPES)}, got {dtype}")
+    if dtype not in STORED_DTYPES:
+        raise UserError(f"{path}: {weight} must be of dtype {', '.join(STORED_DTYPES)}, got {dtype}")
     changed = total = 0.0
     try:
         with safe_open(path, framework="pt") as handle:

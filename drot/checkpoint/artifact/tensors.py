@@ -14,8 +14,6 @@ from drot.checkpoint.source import Header, read_headers
 from drot.core.errors import UserError
 from drot.ops import unpack24
 
-#: dtypes of weights in a safetensors file
-CODED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 #: the name of a tensor in a file of rotations
 ROTATION = re.compile(r"layers\.\d+\.r[123]")
 
