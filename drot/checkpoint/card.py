@@ -204,12 +204,10 @@ def _body(manifest: CheckpointManifest, name: str, *, images: bool) -> str:
 @functools.cache
 def _template() -> Any:
     """The template card.md, which takes longer to compile than to fill in."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2 import StrictUndefined, Template
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
-    )
-    return environment.get_template("card.md")
+    text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+    return Template(text, undefined=StrictUndefined, trim_blocks=True)
 
 
 def _shown_recipe(manifest: Manifest) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from drot.checkpoint.integrity import CONFIG_FILE, LOADED_WEIGHTS, Files, folder_records
+from drot.checkpoint.integrity import Files, folder_records, is_loaded
 from drot.checkpoint.records import (
     DistillationRecord,
     EvaluationRecord,
@@ -139,10 +139,6 @@ class Manifest(CheckpointManifest):
     distillation: DistillationRecord | None = None
 
 
-#: the class of a manifest that a function takes and returns
-Kind = TypeVar("Kind", bound=CheckpointManifest)
-
-
 # ---- reading -----------------------------------------------------------------------------------------
 
 
@@ -165,10 +161,6 @@ def find_manifest(folder: Path | str) -> CheckpointManifest | None:
     return read_any_manifest(folder) if os.path.exists(Path(folder) / MANIFEST) else None
 
 
-def _is_partial(folder: Path | str) -> bool:
-    return Path(folder).suffix == ".partial" and os.path.isdir(folder)
-
-
 def read_any_manifest(folder: Path | str) -> CheckpointManifest:
     """The manifest of a checkpoint: a Manifest, or a CheckpointManifest if another program pruned the model.
 
@@ -178,11 +170,11 @@ def read_any_manifest(folder: Path | str) -> CheckpointManifest:
     is_a("folder", folder, str, Path)
     file = Path(folder) / MANIFEST
     if not os.path.exists(file):
-        unfinished = next((each for each in (folder, f"{folder}.partial") if _is_partial(each)), None)
-        if unfinished is not None:
-            raise UserError(
-                f"{unfinished} is a run that has not ended: continue it with its command and `resume=True`"
-            )
+        for run in (str(folder), f"{folder}.partial"):
+            if Path(run).suffix == ".partial" and os.path.isdir(run):
+                raise UserError(
+                    f"{run} is a run that has not ended: continue it with its command and `resume=True`"
+                )
         reason = "does not exist"
         if os.path.exists(folder):
             reason = f"holds no {MANIFEST}" if Path(folder).is_dir() else "is a file"
@@ -203,11 +195,11 @@ def read_any_manifest(folder: Path | str) -> CheckpointManifest:
 # ---- writing -----------------------------------------------------------------------------------------
 
 
-def write_manifest(folder: Path, manifest: Kind) -> Kind:
-    """Writes drot.json; returns the manifest with the digest of its content. Raises WriteError."""
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """Writes drot.json, and gives the manifest the digest of its content. Raises WriteError."""
     data = with_digest(manifest.to_dict())
     write_json(folder / MANIFEST, data)
-    return manifest.model_copy(update={DIGEST: data[DIGEST]})
+    manifest.digest = data[DIGEST]
 
 
 def update_manifest(
@@ -229,7 +221,8 @@ def update_manifest(
             raise UserError(f"{folder / MANIFEST} was edited or damaged: it is not updated; copy it again")
         change(manifest)
         manifest.files = manifest.files | folder_records(folder, rewritten)
-        return write_manifest(folder, manifest)
+        write_manifest(folder, manifest)
+    return manifest
 
 
 def accept_files(folder: Path | str) -> CheckpointManifest:
@@ -249,11 +242,12 @@ def accept_files(folder: Path | str) -> CheckpointManifest:
         before, manifest.files = manifest.files, folder_records(folder)
         differing = {name for name, record in manifest.files.items() if before.get(name) != record}
         differing |= before.keys() - manifest.files.keys()
-        of_model = sorted(name for name in differing if name == CONFIG_FILE or LOADED_WEIGHTS.fullmatch(name))
+        of_model = sorted(filter(is_loaded, differing))
         if of_model and manifest.evaluations:
             logger.warning("%s changed: the evaluations in drot.json were dropped", ", ".join(of_model))
             manifest.evaluations = []
-        return write_manifest(folder, manifest)
+        write_manifest(folder, manifest)
+    return manifest
 
 
 @contextlib.contextmanager

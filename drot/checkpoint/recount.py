@@ -14,7 +14,7 @@ from torch import Tensor
 from drot.checkpoint.integrity import LOADED_WEIGHTS
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
 from drot.checkpoint.shards import shard_bytes, shard_names
-from drot.checkpoint.source import read_headers, shapes_of, weight_files
+from drot.checkpoint.source import Header, read_headers, shapes_of, weight_files
 from drot.core.hashes import FileRecord
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
@@ -36,12 +36,13 @@ def recount(folder: Path, model: Any, manifest: CheckpointManifest, before: Chec
     before: the manifest with which the model was loaded.
     """
     old, new = ({n: r for n, r in m.files.items() if LOADED_WEIGHTS.fullmatch(n)} for m in (before, manifest))
-    if old == new or _same_in_shards(folder, family_of(model.config), old):
+    if old == new:
         return
-    follow_files(
-        model, shapes_of(read_headers(weight_files(folder)))
-    )  # transformers may hold experts otherwise
-    zeros, weights = _count(folder, DecoderModel(model))
+    headers = read_headers(weight_files(folder))
+    if _same_in_shards(headers, family_of(model.config), old):
+        return
+    follow_files(model, shapes_of(headers))  # transformers may hold experts otherwise
+    zeros, weights = _count(headers, DecoderModel(model))
     manifest.sparsity = sum(zeros.values()) / max(1, sum(weights.values()))
     manifest.evaluations, manifest.saved_again = [], True
     for layer in manifest.layers if isinstance(manifest, Manifest) else ():
@@ -59,14 +60,14 @@ def recount(folder: Path, model: Any, manifest: CheckpointManifest, before: Chec
     logger.warning("%s holds %s: %s", folder, what, "; ".join(told))
 
 
-def _same_in_shards(folder: Path, family: Family, recorded: Mapping[str, FileRecord]) -> bool:
-    """Whether the weights in `folder` would be the files `recorded` if they lay in a shard for each layer."""
+def _same_in_shards(
+    headers: Mapping[str, Header], family: Family, recorded: Mapping[str, FileRecord]
+) -> bool:
+    """Whether the saved weights would be the files `recorded` if they lay in a shard for each layer."""
     layers: dict[int, dict[str, Path]] = defaultdict(dict)
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118
-                index = re.match(re.escape(family.in_files(family.layers)) + r"\.(\d+)\.", name)
-                layers[int(index[1]) if index else len(recorded)][name] = file
+    for name, header in headers.items():
+        index = re.match(re.escape(family.in_files(family.layers)) + r"\.(\d+)\.", name)
+        layers[int(index[1]) if index else len(recorded)][name] = header.file
     names = shard_names(len(layers))
     if set(names) != {name for name in recorded if name.endswith(".safetensors")}:
         return False
@@ -84,28 +85,24 @@ def _read(file: Path, name: str) -> Tensor:
 
 
 def _count(
-    folder: Path, model: DecoderModel
+    headers: Mapping[str, Header], model: DecoderModel
 ) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], int]]:
-    """(layer, role) → the zeros and the weights of each linear in the files of a checkpoint."""
+    """(layer, role) → the zeros and the weights of each linear in the files with `headers`."""
     zeros, weights = {}, {}
     of_tensor: dict[str, list[tuple[int, Linear]]] = defaultdict(list)
     for layer in model.layers:
         for linear in layer.linears.values():
             for name in (stored_name(layer, linear), packed_name(layer, linear)):
                 of_tensor[name].append((layer.index, linear))
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as handle:
-            for key in handle.keys():  # noqa: SIM118
-                linears = of_tensor.get(key, [])
-                tensor = handle.get_tensor(key) if linears else None
-                for index, linear in linears:
-                    assert tensor is not None
-                    if key.endswith(".values"):
-                        rows = linear.of_packed(tensor)
-                        left_out = rows.numel()  # zeros, as many as values
-                    else:
-                        alone = linear.spec.expert is not None and tensor.dim() == 2
-                        rows, left_out = tensor if alone else linear.of_all(tensor), 0
-                    zeros[index, linear.name] = int((rows == 0).sum()) + left_out
-                    weights[index, linear.name] = rows.numel() + left_out
+    for name in headers.keys() & of_tensor.keys():
+        tensor = _read(headers[name].file, name)
+        for index, linear in of_tensor[name]:
+            if name.endswith(".values"):
+                rows = linear.of_packed(tensor)
+                left_out = rows.numel()  # zeros, as many as values
+            else:
+                alone = linear.spec.expert is not None and tensor.dim() == 2
+                rows, left_out = tensor if alone else linear.of_all(tensor), 0
+            zeros[index, linear.name] = int((rows == 0).sum()) + left_out
+            weights[index, linear.name] = rows.numel() + left_out
     return zeros, weights

@@ -13,12 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drot.checkpoint.source import DENSE_DTYPES
 from drot.core.errors import UserError
 from drot.core.files import new_file
 from drot.core.hashes import DIGEST, json_digest, parts_digest
 from drot.core.reading import check_regular, parse_json
-from drot.machine.devices import dtype_name
 from drot.machine.spool import Spool
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation, RotationsOfLayers, orthogonality_error, reorthogonalize
@@ -84,8 +82,7 @@ def read_record(path: Path) -> dict[str, Any]:
         content = (handle.metadata() or {}).get("record", "{}")
         for name in handle.keys():  # noqa: SIM118
             if (dtype := handle.get_slice(name).get_dtype()) != "F32":
-                given = dtype_name(DENSE_DTYPES[dtype]) if dtype in DENSE_DTYPES else dtype
-                raise UserError(f"{path}: {name} must be of dtype float32, got {given}")
+                raise UserError(f"{path}: {name} must be of dtype float32, got {dtype}")
         record = parse_json(content.encode(), f"{path}: its record")
         tensors = ({name: handle.get_tensor(name)} for name in handle.keys())  # noqa: SIM118
         if record.pop(DIGEST, None) != _digest(tensors, record):

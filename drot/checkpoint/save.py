@@ -115,7 +115,7 @@ def save_checkpoint(
             if finish is not None:
                 finish_folder(part)
                 finish(manifest)
-            manifest = write_manifest(part, manifest)
+            write_manifest(part, manifest)
     return manifest
 
 

@@ -272,10 +272,8 @@ def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
             with safe_open(file, framework="np") as handle:  # it checks the file
                 names = handle.keys()
             path = Path(file)
-            tensors = tensors_of(header_bytes(path), path.stat().st_size)
-            for name in names:
-                dtype, shape, start = tensors[name]
-                found[name] = Header(path, shape, dtype, start)
+            tensors = tensors_of(header_bytes(path), path, path.stat().st_size)
+            found |= {name: tensors[name] for name in names}
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{file} is not a complete safetensors file ({quoted(error)}): copy it again"
@@ -295,8 +293,8 @@ def header_bytes(file: Path) -> bytes:
         return start + handle.read(struct.unpack("<Q", start)[0])
 
 
-def tensors_of(header: bytes, size: int) -> dict[str, tuple[str, list[int], int]]:
-    """Name → dtype by safetensors' name, shape, and position in the file, of each tensor of a file.
+def tensors_of(header: bytes, file: Path, size: int) -> dict[str, Header]:
+    """Name → header of each tensor of a `file` that begins with the bytes `header`.
 
     Raises ValueError, LookupError, TypeError, AttributeError or RecursionError for the header of another file
     than of one of `size` bytes.
@@ -312,7 +310,7 @@ def tensors_of(header: bytes, size: int) -> dict[str, tuple[str, list[int], int]
     if len(header) + end != size:
         raise ValueError(f"the tensors end at byte {len(header) + end} of {size}")
     return {
-        name: (entry["dtype"], entry["shape"], len(header) + entry["data_offsets"][0])
+        name: Header(file, entry["shape"], entry["dtype"], len(header) + entry["data_offsets"][0])
         for name, entry in entries.items()
     }
 

@@ -127,8 +127,6 @@ def read_grid(path: str | Path) -> Grid:
     if file.suffix not in SUFFIXES:
         raise UserError(f"the grid must be a .yaml or .json file; got {str(file)!r}")
     data, keys = settings_in(file), list(fields_of(GridFile))
-    if data is None:
-        raise UserError(f"{file} is empty: it must hold the keys {', '.join(keys)}")
     if not isinstance(data, dict):
         raise UserError(f"{file} must hold the keys {', '.join(keys)}; got {type(data).__name__}")
     try:

@@ -179,9 +179,10 @@ def _not_distilled(run: Run) -> Iterator[str]:
 
 
 def _perplexities(run: Run, measured: Sequence[TextEvaluation]) -> Iterator[str]:
+    rotated = run.recipe.rotation.mode != "none"
     untried = {
-        "a rotation": not run.rotated,
-        "--quality best": run.rotated and not run.recipe.recovery.distill_epochs,
+        "a rotation": not rotated,
+        "--quality best": rotated and not run.recipe.recovery.distill_epochs,
         "a milder --sparsity": True,
         "drot finetune": not run.manifest.finetune,
     }

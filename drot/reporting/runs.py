@@ -76,10 +76,6 @@ class Run:
         return self.manifest.recipe
 
     @property
-    def rotated(self) -> bool:
-        return self.recipe.rotation.mode != "none"
-
-    @property
     def roles(self) -> list[str]:
         """The linears of a layer, in the order of the forward pass."""
         return list(dict.fromkeys(role for layer in self.manifest.layers for role in layer.linears))

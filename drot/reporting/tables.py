@@ -14,10 +14,7 @@ def run_tables(run: Run) -> list[Table]:
     more = [("SHA-256 of the calibration", manifest.calibration.sha256), ("versions", versions)]
     about = [{"fact": name, "value": value} for name, value in [*facts(manifest), *more]]
     settings = [
-        {
-            "setting": f"{part} {name}",
-            "value": _setting(name, value),
-        }
+        {"setting": f"{part} {name}", "value": _setting(name, value)}
         for part, fields in run.recipe.to_dict().items()
         for name, value in fields.items()
     ]

@@ -77,7 +77,7 @@ def report(
     for step, linear in enumerate(chosen):
         progress(ProgressEvent(phase="draw", step=step, steps=len(chosen)))
         by_linear[linear] = linear_charts(run, linear)
-    html = page(run, charts_of(run), by_linear, about)
+    html = _page(run, by_linear, about)
     with new_file(out) as part:
         part.write_text(html, encoding="utf-8")
     return Report(out, chosen)
@@ -117,17 +117,14 @@ def _unbroken(text: str) -> Markup:
     return Markup(OPTION.sub(r'<span class="option">\g<0></span>', str(escape(text))))
 
 
-def page(run: Run, charts: Sequence[Chart], linears: Mapping[str, Sequence[Chart]], about: str) -> str:
+def _page(run: Run, linears: Mapping[str, Sequence[Chart]], about: str) -> str:
     """The HTML of the report on a run.
 
     Names and texts from the manifest are escaped, and the page's policy lets the browser load nothing and run
     no script.
 
-    Args:
-        run: the run.
-        charts: its charts.
-        linears: name of a linear → its charts. The page shows the first.
-        about: a sentence on the linears; may be empty.
+    linears: name of a linear → its charts. The page shows the first.
+    about: a sentence on the linears; may be empty.
     """
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -145,7 +142,7 @@ def page(run: Run, charts: Sequence[Chart], linears: Mapping[str, Sequence[Chart
         tables=tables.run_tables(run),
         version=__version__,
         css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
-        charts=charts,
+        charts=charts_of(run),
         linears=linears,
         about=about,
     )

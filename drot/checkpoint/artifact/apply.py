@@ -8,16 +8,10 @@ import torch
 
 from drot.checkpoint.artifact.coding import decode
 from drot.checkpoint.artifact.container import Reader
-from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
-from drot.checkpoint.artifact.tensors import (
-    CODED_DTYPES,
-    at_positions,
-    holds_weights,
-    names_of_weight,
-    numbered,
-)
+from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions
+from drot.checkpoint.artifact.tensors import at_positions, holds_weights, names_of_weight, numbered
 from drot.checkpoint.save import check_output
-from drot.checkpoint.source import tensors_of
+from drot.checkpoint.source import DENSE_DTYPES, Header, tensors_of
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -74,30 +68,28 @@ def write_checkpoint(reader: Reader, source: DecoderModel, folder: Path, progres
     source: the dense model.
     """
     index, config = reader.index, source.config
-    weights = sum(record.bytes for name, record in index.files.items() if holds_weights(Path(name)))
+    weights = sum(record.bytes for name, record in index.files.items() if holds_weights(name))
     # four bytes in place of one, an untied head, and a rotation of each layer in fp32
     most = 8 * source.model.get_memory_footprint() + 4 * config.num_hidden_layers * config.hidden_size**2
     if weights > most + 2**20:
         raise reader.damaged(f"its weights have {weights} bytes, more than any checkpoint of this model")
-    stored: dict[str, tuple[Path, str, list[int], int]] = {}
+    stored: dict[str, Header] = {}
     for name, record in index.files.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        if not holds_weights(Path(name)):
+        if not holds_weights(name):
             file.write_bytes(reader.content(f"files/{name}"))
             continue
         header = reader.content(f"headers/{name}")
         try:
-            tensors = tensors_of(header, record.bytes)
+            stored |= tensors_of(header, file, record.bytes)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise reader.damaged(f"header of {name}: {error!r}") from None
         file.write_bytes(header)
         os.truncate(file, record.bytes)
-        stored |= {tensor: (file, *place) for tensor, place in tensors.items()}
     rotations = reader.rotations(source) if index.rotated else None
     bases = Bases(index.boundary, len(source.layers), index.layers_per_rotation or 1)
-    found = predictions(source, rotations, bases)
-    for prediction in reported(found, "apply", config.num_hidden_layers, progress):
+    for prediction in predictions(source, rotations, bases, "apply", progress):
         if names := names_of_weight(prediction.name, stored):
             _write_tensor(reader, prediction, names, stored)
     for name, record in index.files.items():
@@ -113,7 +105,7 @@ def _write_tensor(
     reader: Reader,
     prediction: Prediction,
     names: tuple[str, str | None],
-    stored: dict[str, tuple[Path, str, list[int], int]],
+    stored: dict[str, Header],
 ) -> None:
     weight, positions = names
     tolerance = reader.index.tolerances.get(prediction.name, 0.0)
@@ -122,16 +114,16 @@ def _write_tensor(
         try:
             if positions is not None:
                 data = reader.content(f"{member}/positions", rows.numel())
-                file, _, shape, offset = stored[positions]
-                _write_at(file, offset + first * shape[1], data)
+                held = stored[positions]
+                _write_at(held.file, held.start + first * held.shape[1], data)
                 chosen = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(len(rows), -1)
                 rows = at_positions(rows, chosen)
-            file, dtype, shape, offset = stored[weight]
+            held = stored[weight]
             # `unsure` is the largest: two numbers of 8 bytes for each weight
             parts = reader.parts(member, ("mask", "difference", "unsure"), 16 * rows.numel())
-            values = decode(parts, rows, tolerance, CODED_DTYPES[dtype]).contiguous()
+            values = decode(parts, rows, tolerance, DENSE_DTYPES[held.dtype]).contiguous()
             row_bytes = values.nbytes // len(values)
-            _write_at(file, offset + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
+            _write_at(held.file, held.start + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
         except UserError:
             raise
         except (ValueError, RuntimeError, LookupError, TypeError, ArithmeticError) as error:

@@ -72,7 +72,8 @@ class Writer(zipfile.ZipFile):
         for index, rotation in enumerate(rotations):
             for name, matrix in rotation.matrices.items():
                 if name != "r1" or before is None or not torch.equal(matrix, before):
-                    self.add(f"rotations/layers.{index}.{name}", _matrix_bytes(matrix))
+                    bits = matrix.float().contiguous().view(torch.int32).numpy()
+                    self.add(f"rotations/layers.{index}.{name}", to_planes(bits, torch.float32))
             before = rotation.r1
 
 
@@ -150,15 +151,9 @@ class Reader(zipfile.ZipFile):
         return RotationsOfLayers(read, range(len(source.layers)))
 
     def _matrix(self, name: str, size: list[int]) -> Tensor:
-        try:
-            numbers = from_planes(self.content(name, 4 * math.prod(size)), torch.float32)
-            return torch.from_numpy(numbers.astype("uint32").view("float32")).reshape(size)
-        except UserError:
-            raise
-        except (ValueError, RuntimeError) as error:
-            raise self.damaged(f"{name}: {error}") from None
-
-
-def _matrix_bytes(matrix: Tensor) -> bytes:
-    bits = matrix.float().contiguous().view(torch.int32).numpy().reshape(-1)
-    return to_planes(bits.astype("int64") & 0xFFFFFFFF, torch.float32)
+        expected = 4 * math.prod(size)
+        data = self.content(name, expected)
+        if len(data) != expected:
+            raise self.damaged(f"{name} has {len(data)} bytes")
+        numbers = from_planes(data, torch.float32)
+        return torch.from_numpy(numbers.astype("uint32").view("float32")).reshape(size)

@@ -15,10 +15,9 @@ from torch import Tensor
 from drot.checkpoint.artifact.apply import write_checkpoint
 from drot.checkpoint.artifact.coding import encode
 from drot.checkpoint.artifact.container import ARTIFACT_INDEX, ARTIFACT_VERSION, Reader, Writer
-from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
+from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions
 from drot.checkpoint.artifact.rotations import rotations_in
 from drot.checkpoint.artifact.tensors import (
-    CODED_DTYPES,
     at_positions,
     holds_rotations,
     holds_weights,
@@ -37,10 +36,10 @@ from drot.checkpoint.integrity import (
 )
 from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.opening import load_config
-from drot.checkpoint.quantization_config import drot_config_of
+from drot.checkpoint.quantization_config import STORED_DTYPES, drot_config_of
 from drot.checkpoint.resume import OWN_TEXT
 from drot.checkpoint.rotations import open_rotations
-from drot.checkpoint.source import SMALL_FILES, header_bytes, tensors_of
+from drot.checkpoint.source import SMALL_FILES, Header, header_bytes, read_headers
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -116,8 +115,7 @@ def export_artifact(
     source = open_source(name)
     held, layers = drot_config_of(load_config(folder)), len(source.layers)
     bases = Bases(None, layers) if held is None else held.bases(layers)
-    headers = {name: header_bytes(path) for name, path in files.items() if holds_weights(Path(name))}
-    stored = _stored(files, headers)
+    stored = read_headers(path for name, path in files.items() if holds_weights(name))
     # of weights and config.json, the hashes in the manifest are compared while they are read
     known = {name: record for name, record in manifest.files.items() if is_loaded(name)}
     records = folder_records(folder, files, known=known)
@@ -137,13 +135,13 @@ def export_artifact(
         with verified_while_loading(folder), Writer(part) as writer:
             given = _rotations_of(manifest, rotations, source, stored, bases, Spool(out.parent))
             for file, path in files.items():
-                if file in headers:
-                    writer.add(f"headers/{file}", headers[file])
+                if holds_weights(file):
+                    writer.add(f"headers/{file}", header_bytes(path))
                 else:
                     writer.add(f"files/{file}", path.read_bytes())
             if given is not None:
                 writer.add_rotations(given.values())
-            tensors = reported(predictions(source, given, bases), "export", len(source.layers), progress)
+            tensors = predictions(source, given, bases, "export", progress)
             tolerances = _add_all(writer, tensors, stored)
             writer.add(ARTIFACT_INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
         # makes the checkpoint once; raises UserError if a hash differs
@@ -160,32 +158,23 @@ def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
     """
     files = {}
     for name in sorted(files_in(folder) | manifest.files.keys()):
-        known = holds_weights(Path(name)) or any(fnmatch(name, pattern) for pattern in WITHOUT_WEIGHTS)
+        known = holds_weights(name) or any(fnmatch(name, pattern) for pattern in WITHOUT_WEIGHTS)
         known = known or ("/" not in name and holds_rotations(folder / name))
         if (name in manifest.files and known) or name == MANIFEST:
             check_regular(folder / name)
             files[name] = folder / name
         else:
             logger.warning("%s is left out of the artifact: it is no part of the checkpoint", folder / name)
-    if not any(holds_weights(Path(name)) for name in files):
+    if not any(map(holds_weights, files)):
         raise UserError(f"{folder} holds no model.safetensors: name a folder that drot prune wrote")
     return files
-
-
-def _stored(files: dict[str, Path], headers: dict[str, bytes]) -> dict[str, tuple[Path, str]]:
-    """Name → file and dtype of each tensor of the checkpoint."""
-    return {
-        tensor: (files[file], dtype)
-        for file, header in headers.items()
-        for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
-    }
 
 
 def _rotations_of(
     manifest: Manifest,
     file: str | Path | None,
     source: DecoderModel,
-    stored: dict[str, tuple[Path, str]],
+    stored: dict[str, Header],
     bases: Bases,
     spool: Spool,
 ) -> dict[int, LayerRotation] | None:
@@ -194,7 +183,7 @@ def _rotations_of(
         if file is not None:
             raise UserError("this checkpoint is not rotated: leave out `rotations`")
         return None
-    bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
+    bits = max(SIGNIFICAND.get(header.dtype, 0) for header in stored.values()) + EXTRA_BITS
     found: Iterable[LayerRotation]
     if file is None:
         r3 = manifest.recipe.rotation.down_block is not None
@@ -218,9 +207,7 @@ def round_bits(matrix: Tensor, bits: int) -> Tensor:
     return (whole & -(1 << drop)).view(torch.float32)
 
 
-def _add_all(
-    writer: Writer, found: Iterable[Prediction], stored: dict[str, tuple[Path, str]]
-) -> dict[str, float]:
+def _add_all(writer: Writer, found: Iterable[Prediction], stored: dict[str, Header]) -> dict[str, float]:
     """Adds the parts of all tensors; returns the tolerance of each.
 
     Raises UserError for a tensor of the checkpoint that the dense model does not have.
@@ -232,7 +219,7 @@ def _add_all(
             tolerances[prediction.name] = prediction.tolerance
             _add(writer, prediction, names, stored)
     if left:
-        folder = stored[name := min(left)][0].parent
+        folder = stored[name := min(left)].file.parent
         raise UserError(f"{folder}: {name} is no tensor of `model`: name a folder that drot prune wrote")
     return tolerances
 
@@ -241,20 +228,20 @@ def _add(
     writer: Writer,
     prediction: Prediction,
     names: tuple[str, str | None],
-    stored: dict[str, tuple[Path, str]],
+    stored: dict[str, Header],
 ) -> None:
     """Adds the parts of one tensor. names: of the checkpoint's tensors that they stand for."""
     weight, positions = names
-    path, dtype = stored[weight]
-    if dtype not in CODED_DTYPES:
-        raise UserError(f"{path}: {weight} must be of dtype {', '.join(CODED_DTYPES)}, got {dtype}")
+    path, dtype = stored[weight].file, stored[weight].dtype
+    if dtype not in STORED_DTYPES:
+        raise UserError(f"{path}: {weight} must be of dtype {', '.join(STORED_DTYPES)}, got {dtype}")
     changed = total = 0.0
     try:
         with safe_open(path, framework="pt") as handle:
             for number, first, rows in numbered(prediction):
                 member = f"tensors/{prediction.name}/{number}"
                 if positions is not None:
-                    with safe_open(stored[positions][0], framework="pt") as other:
+                    with safe_open(stored[positions].file, framework="pt") as other:
                         chosen = other.get_slice(positions)[first : first + len(rows)]
                     writer.add(f"{member}/positions", chosen.numpy().tobytes())
                     rows = at_positions(rows, chosen)

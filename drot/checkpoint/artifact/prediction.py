@@ -38,13 +38,11 @@ class Prediction:
     pieces: the tensor in fp64, split along its first dimension into pieces of at most PIECE elements. A
         number, of no dimension, is a piece of one element.
     tolerance: by how much an element may differ on another machine. 0 if no product is computed.
-    layer: the decoder layer, counted from 0; None outside of the layers.
     """
 
     name: str
     pieces: Iterator[Tensor]
     tolerance: float
-    layer: int | None = None
 
 
 def open_source(name: str | Path) -> DecoderModel:
@@ -52,10 +50,11 @@ def open_source(name: str | Path) -> DecoderModel:
 
     Raises UserError for a packed model.
     """
-    if quantization_config_of(load_config(name)):
+    config = load_config(name)
+    if quantization_config_of(config):
         raise UserError(f"{name} is quantised, packed or rotated: name the dense `model`")
     refuse_multimodal(name, "share the checkpoint, no artifact can hold it")
-    if family_of(load_config(name)).experts is not None:
+    if family_of(config).experts is not None:
         raise UserError(f"{name} is a mixture of experts, which no artifact can hold: share the checkpoint")
     model, weights, _ = open_skeleton(name)
     return DecoderModel(model, weights=weights)
@@ -68,7 +67,11 @@ def rows_of_a_piece(shape: torch.Size) -> int:
 
 @torch.no_grad()
 def predictions(
-    decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | None, bases: Bases
+    decoder: DecoderModel,
+    rotations: Mapping[int, LayerRotation] | None,
+    bases: Bases,
+    phase: str,
+    progress: Progress,
 ) -> Iterator[Prediction]:
     """All tensors of the rotated model, one layer after the other. The model is not changed.
 
@@ -77,12 +80,14 @@ def predictions(
     decoder: the dense model.
     rotations: the rotation of each layer; None predicts the dense model itself.
     bases: which layers of the checkpoint hold a rotation.
+    phase: of the events that `progress` gets, one for each layer.
     """
     family = decoder.family
     with decoder.in_memory(*decoder.ends):
         for end in _of_ends(decoder, rotations):
             yield dataclasses.replace(end, name=family.in_files(end.name))
     for dense in decoder.loaded_layers():
+        progress(ProgressEvent(phase=phase, layer=dense.index, layers=len(decoder.layers)))
         layer, prefix = dense.copy(dtype=torch.float64), f"{family.in_files(family.layers)}.{dense.index}"
         if rotations is not None:
             boundary = bases.held(layer.index, rotations)
@@ -91,7 +96,7 @@ def predictions(
                 layer.hold(boundary)
         for name, tensor in layer.module.state_dict().items():
             tolerance = 0.0 if rotations is None else _tolerance(tensor)
-            yield Prediction(f"{prefix}.{family.name_in_files(name)}", _split(tensor), tolerance, layer.index)
+            yield Prediction(f"{prefix}.{family.name_in_files(name)}", _split(tensor), tolerance)
         del layer, tensor  # before the copy of the next layer
 
 
@@ -144,15 +149,3 @@ def _of_rows(matrix: Tensor) -> float:
     """
     norms = torch.linalg.vector_norm(matrix.detach(), dim=1, dtype=torch.float64)
     return float(norms.max()) * matrix.shape[1] * UNIT * GUARD_OF_ENDS
-
-
-def reported(
-    found: Iterator[Prediction], phase: str, layers: int, progress: Progress
-) -> Iterator[Prediction]:
-    """The predictions `found`. Reports `phase` at the first tensor of each of the `layers` decoder layers."""
-    last = None
-    for prediction in found:
-        if prediction.layer not in (None, last):
-            last = prediction.layer
-            progress(ProgressEvent(phase=phase, layer=last or 0, layers=layers))
-        yield prediction

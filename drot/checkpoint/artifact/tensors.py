@@ -10,21 +10,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from drot.checkpoint.artifact.prediction import Prediction, rows_of_a_piece
-from drot.checkpoint.source import read_headers
+from drot.checkpoint.source import Header, read_headers
 from drot.core.errors import UserError
 from drot.ops import unpack24
 
-#: dtypes of weights in a safetensors file
-CODED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 #: the name of a tensor in a file of rotations
 ROTATION = re.compile(r"layers\.\d+\.r[123]")
-#: bit positions of the four 2-bit positions in a byte (drot/ops/pack24.py)
-SHIFTS = (0, 2, 4, 6)
 
 
-def holds_weights(file: Path) -> bool:
+def holds_weights(name: str) -> bool:
     """Whether a file holds weights of the model, by its path relative to the folder of the checkpoint."""
-    return str(file).startswith("model") and file.suffix == ".safetensors" and len(file.parts) == 1
+    return re.fullmatch(r"model[^/]*\.safetensors", name) is not None
 
 
 def holds_rotations(file: Path) -> bool:
@@ -46,17 +42,17 @@ def names_of_weight(name: str, stored: Any) -> tuple[str, str | None] | None:
     return (values, f"{name.removesuffix('.weight')}.positions") if values in stored else None
 
 
-def read_dense(name: str, stored: Mapping[str, tuple[Path, str]]) -> Tensor:
+def read_dense(name: str, stored: Mapping[str, Header]) -> Tensor:
     """The weight `name` of a checkpoint, dense. Raises UserError if the checkpoint does not hold it.
 
-    stored: name of a tensor of the checkpoint → its file and its dtype.
+    stored: the headers of the checkpoint's tensors.
     """
     names = names_of_weight(name, stored)
     if names is None:
         raise UserError(f"the checkpoint holds no {name}: name a folder that drot prune wrote")
     found = []
     for each in filter(None, names):
-        with safe_open(stored[each][0], framework="pt") as handle:
+        with safe_open(stored[each].file, framework="pt") as handle:
             found.append(handle.get_tensor(each))
     return found[0] if len(found) == 1 else unpack24(*found)
 
@@ -68,8 +64,10 @@ def numbered(prediction: Prediction) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def at_positions(rows: Tensor, positions: Tensor) -> Tensor:
-    """The elements [r, c/2] of `rows` [r, c] at the packed `positions` uint8 [r, c/8]."""
-    shifts = torch.tensor(SHIFTS)
-    chosen = ((positions.long().unsqueeze(-1) >> shifts) & 3).flatten(1)
-    groups = torch.arange(rows.shape[1] // 4).repeat_interleave(2)
-    return rows.gather(1, chosen + 4 * groups)
+    """The elements [r, c/2] of `rows` [r, c] at the packed `positions` uint8 [r, c/8].
+
+    Raises ValueError as `unpack24`.
+    """
+    count = rows.shape[1] // 2
+    chosen = unpack24(torch.ones(len(rows), count), positions) == 1
+    return rows[chosen].reshape(len(rows), count)
