@@ -108,11 +108,11 @@ def solve_kept_weights(
                 weight[..., rows, :].to(outcome.weight.dtype),
                 removed[..., rows, :],
                 outcome.damping,
-                energy=outcome.energy,
                 admm_iterations=iterations,
             ),
             target,
             hessian,
+            outcome.energy,
             ranks,
         )
         for rows, outcome, target in zip(parts.rows, outcomes, targets, strict=True)

@@ -209,19 +209,6 @@ def test_an_indefinite_hessian_needs_more_damping_up_to_the_bound() -> None:
         prune(weight, (vectors * values) @ vectors.T, "2:4")
 
 
-@pytest.mark.parametrize(
-    ("shape", "side", "sparsity", "block_size", "message"),
-    [
-        ((4, 10), 10, "2:4", 128, "2:4 needs .* multiple of 4"),
-        ((4, 16), 12, "2:4", 128, "hessian must be"),
-        ((4, 16), 16, "2:4", 6, "`block_size` must be a multiple of m"),
-    ],
-)
-def test_refusals(shape: tuple[int, int], side: int, sparsity: str, block_size: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        prune(torch.randn(shape), torch.eye(side), sparsity, block_size)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_refuses_values_that_are_not_finite(bad: float) -> None:
     weight, _, hessian = problem(4, 8)
