@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import HessianFactor, Scalar, diagonal_of, energy, factorize, sum_of_rows
+from drot.calibration.hessian import InputHessian, Scalar, diagonal_of, energy, sum_of_rows
 from drot.config import Sparsity
 from drot.machine.finite import check_finite
 from drot.machine.products import add_product, fp32_products
@@ -15,13 +15,11 @@ from drot.pruning.result import PruneOutcome, relative_error
 
 def prune_sparsegpt(
     weight: Tensor,
-    hessian: Tensor,
+    hessian: InputHessian,
     sparsity: Sparsity,
     *,
-    damping: float,
     block_size: int,
     removed: Tensor | None = None,
-    factor: HessianFactor | None = None,
     total: Scalar | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
@@ -41,17 +39,15 @@ def prune_sparsegpt(
     Raises UserError for values that are not finite, and for a Hessian that cannot be factorised.
 
     weight: [..., out, in], any float dtype.
-    hessian: H [..., in, in], proportional to XᵀX; not changed.
-    damping: λ of `factorize`, in units of mean(diag H); unused with `factor`. The result holds the final λ.
+    hessian: H [..., in, in], proportional to XᵀX; not changed. The result holds the λ of its factor.
     block_size: the number of columns that are pruned before the columns right of them are updated, a multiple
         of m in n:m.
     removed: bool [..., out, in], the mask of another method, for which the kept weights are updated.
-    factor: the factor of `hessian`, for several weights that read one input.
     total: tr(W H Wᵀ), where it is known.
     ranks: those that prune the other rows.
     """
     check_finite(weight, "weight")
-    factor = factorize(hessian, damping) if factor is None else factor
+    factor = hessian.factor
     hinv = factor.hinv
     work = weight.to(hinv.dtype, copy=True, memory_format=torch.contiguous_format)
     dead_columns = factor.dead_columns[..., None, :]
@@ -80,6 +76,6 @@ def prune_sparsegpt(
     change = (weight - work).masked_fill_(dead_columns, 0)
     lost -= factor.added[..., None] * change.square_().sum(-1, dtype=torch.float64)
     if total is None:
-        total = energy(weight, hessian.to(hinv.dtype), ranks)
+        total = energy(weight, hessian.matrix.to(hinv.dtype), ranks)
     relative = relative_error(sum_of_rows(lost, ranks), total)
     return PruneOutcome(result, removed, factor.damping, relative, total)

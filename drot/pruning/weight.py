@@ -36,7 +36,10 @@ def prune_once(
     else:
         assert hessian is not None, f"{config.method} needs the Hessian"
         if config.method == "sparsegpt":
-            return _sweep(target, hessian, config, total, ranks=ranks)
+            block = config.block_size
+            return prune_sparsegpt(
+                target, hessian, config.sparsity, block_size=block, total=total, ranks=ranks
+            )
         assert config.method == "wanda", f"{config.method} has no branch here"
         outcome = prune_wanda(target, diagonal_of(hessian.matrix), config.sparsity)
     return with_output_error(outcome, target, hessian.matrix, total, ranks)
@@ -60,45 +63,21 @@ def solve_weights(
         return [
             outcome
             if config.method == "sparsegpt"
-            else _sweep(target, hessian, config, outcome.energy, outcome.removed, ranks=ranks)
+            else prune_sparsegpt(
+                target,
+                hessian,
+                config.sparsity,
+                block_size=config.block_size,
+                removed=outcome.removed,
+                total=outcome.energy,
+                ranks=ranks,
+            )
             for outcome, target, config in zip(outcomes, targets, configs, strict=True)
         ]
     if solver not in ("pcg", "admm"):
         return list(outcomes)
-    damping = outcomes[0].damping  # of the Hessian that all of them share
-    return solve_kept_weights(
-        outcomes,
-        targets,
-        hessian.matrix,
-        [config.sparsity for config in configs],
-        solver=solver,
-        damping=hessian.damping if damping is None else damping,
-        average=hessian.average,
-        ranks=ranks,
-    )
-
-
-def _sweep(
-    target: Tensor,
-    hessian: InputHessian,
-    config: PruningConfig,
-    total: Scalar | None,
-    removed: Tensor | None = None,
-    *,
-    ranks: Ranks,
-) -> PruneOutcome:
-    """SparseGPT's sweep with the factor of the input. removed: the mask of another method, if it is given."""
-    return prune_sparsegpt(
-        target,
-        hessian.matrix,
-        config.sparsity,
-        damping=hessian.damping,
-        block_size=config.block_size,
-        removed=removed,
-        factor=hessian.factor,
-        total=total,
-        ranks=ranks,
-    )
+    sparsities = [config.sparsity for config in configs]
+    return solve_kept_weights(outcomes, targets, hessian, sparsities, solver=solver, ranks=ranks)
 
 
 def dense_target(
