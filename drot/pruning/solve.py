@@ -63,17 +63,15 @@ def solve_kept_weights(
     Weights whose error would not become smaller stay as they are, row by row for n:m. So E of a result is
     never above E of its outcome, but for the rounding to the dtype of the weight.
 
-    Raises UserError for values that are not finite.
+    Raises UserError for a Hessian that is not finite.
 
     outcomes: the pruned weights [..., out, in]. Their weights are the start, their masks the first masks.
-    targets: T [..., out, in] of each, any float dtype.
+    targets: T [..., out, in] of each, any float dtype, which the methods have found finite.
     hessian: H [..., in, in], proportional to XᵀX; not changed. It is damped as it was for the outcomes.
     sparsities: of the masks of `admm`. solver: `pcg` or `admm`.
     ranks: those that hold the other rows of each weight.
     """
     assert solver in ("pcg", "admm"), f"{solver} is no solver"
-    for target in targets:
-        check_finite(target, "target")
     check_finite(hessian.matrix, "hessian")
     dtype = torch.promote_types(hessian.matrix.dtype, torch.float32)
     damped = hessian.matrix.to(dtype, copy=True)

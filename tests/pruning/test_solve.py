@@ -235,10 +235,8 @@ def test_sparsegpts_sweep_on_another_methods_mask(method, device):
     )
 
 
-def test_values_that_are_not_finite_are_refused():
+def test_a_hessian_that_is_not_finite_is_refused():
     weight, hessian = problem(8, 16)
     start = outcomes(weight, hessian, "2:4")["wanda"]
     with pytest.raises(UserError, match="hessian must be finite"):
         solve(start, weight, hessian * float("nan"), "pcg")
-    with pytest.raises(UserError, match="target must be finite"):
-        solve(start, weight * float("inf"), hessian, "pcg")
