@@ -156,15 +156,10 @@ def diagonal_of(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=-2, dim2=-1)
 
 
-def fix_dead_columns(hessian: Tensor) -> Tensor:
-    """Sets H_jj = 1 in place for dead columns j, whose input is always 0.
-
-    Returns their mask, bool [..., in].
-    """
+def fix_dead_columns(hessian: Tensor) -> None:
+    """Sets H_jj = 1 in place for dead columns j, whose input is always 0."""
     diagonal = diagonal_of(hessian)
-    dead_columns = diagonal == 0
-    diagonal.masked_fill_(dead_columns, 1.0)
-    return dead_columns
+    diagonal.masked_fill_(diagonal == 0, 1.0)
 
 
 def damping_unit(diagonal: Tensor, average: str) -> Tensor:

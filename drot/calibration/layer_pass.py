@@ -13,6 +13,7 @@ from drot.calibration.hessian import HessianAccumulator, product_factor
 from drot.calibration.stream import CalibrationStream
 from drot.machine.devices import free_memory, total_memory
 from drot.machine.products import add_product
+from drot.machine.transfer import CopiesHome
 from drot.model.family import InputGroup
 from drot.model.inputs import capture, routed_inputs
 from drot.model.layer import DecoderLayer, Output
@@ -80,7 +81,7 @@ class LayerPass:
         last = outputs and ends_layer and self._fixed and group is self.layer.groups[-1]
         is_mlp_end = self.layer.is_mlp_end(group)
         keeps_inputs = is_mlp_end and not last and self._room_for(group)
-        with self.stream.copies_home() as home:
+        with CopiesHome(self.stream.device) as home:
             for index, (batch, hidden, kept) in enumerate(self._batches()):
                 kwargs = self.stream.arguments(self.layer, batch)
                 seen = capture(self.layer, hidden, kwargs, group, attention=self._attention(kept))
@@ -115,7 +116,7 @@ class LayerPass:
         """Replaces the hidden states of the stream by the output of the layer, in place. The pass ends."""
         end = self.layer.groups[-1]
         if not self._advanced:
-            with self.stream.copies_home() as home:
+            with CopiesHome(self.stream.device) as home:
                 for index, (batch, hidden, kept) in enumerate(self._batches()):
                     x = self._inputs_of_end.pop(index, None)
                     mlp = None if x is None else partial(self.layer.linears_of(end)[0].module, x)

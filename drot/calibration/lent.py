@@ -17,45 +17,29 @@ class Lent:
     """
 
     def __init__(self, nsamples: int, device: torch.device, empty: Empty | None) -> None:
-        self._nsamples, self._device = nsamples, device
+        self._nsamples, self.device = nsamples, device
         self._empty = empty or partial(empty_on, device)
-        self._states: ChainMap[str, tuple[Tensor, ...]] = ChainMap()
+        self.states: ChainMap[str, tuple[Tensor, ...]] = ChainMap()
 
     def child(self, nsamples: int, empty: Empty | None) -> "Lent":
         """For a stream of the first `nsamples` sequences, which reads the same until it writes its own.
 
         empty: makes the tensors that it writes.
         """
-        found = Lent(nsamples, self._device, empty)
-        found._states = self._states.new_child()
+        found = Lent(nsamples, self.device, empty)
+        found.states = self.states.new_child()
         return found
 
     def fresh(self) -> "Lent":
         """For other tensors of the same sequences, such as the gradient, in the same place."""
-        return Lent(self._nsamples, self._device, self._empty)
+        return Lent(self._nsamples, self.device, self._empty)
 
     def of(self, sequences: slice | Tensor) -> "LentOfSequences":
         return LentOfSequences(self, sequences)
 
-    def holds(self, kind: str) -> bool:
-        return kind in self._states
-
-    def add(self, kind: str, sequences: slice | Tensor, values: Sequence[Tensor]) -> None:
-        """Adds values to those that were added before."""
-        for states, one in zip(self._own(kind, values), values, strict=True):
-            states[sequences] += one.to(states.device)
-
-    def read(self, kind: str, sequences: slice | Tensor) -> tuple[Tensor, ...]:
-        """A copy on the device where the layers compute."""
-        return tuple(gathered(states, sequences, self._device) for states in self._states[kind])
-
-    def write(self, kind: str, sequences: slice | Tensor, values: Sequence[Tensor]) -> None:
-        for states, one in zip(self._own(kind, values), values, strict=True):
-            states[sequences] = one.detach().to(states.device)
-
-    def _own(self, kind: str, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def own(self, kind: str, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of this stream, which are 0 at first."""
-        own = self._states.maps[0]
+        own = self.states.maps[0]
         if kind not in own:
             own[kind] = tuple(
                 self._empty((self._nsamples, *one.shape[1:]), one.dtype).zero_() for one in like
@@ -70,13 +54,19 @@ class LentOfSequences:
         self._lent, self._sequences = lent, sequences
 
     def __contains__(self, kind: str) -> bool:
-        return self._lent.holds(kind)
+        return kind in self._lent.states
 
     def __getitem__(self, kind: str) -> tuple[Tensor, ...]:
-        return self._lent.read(kind, self._sequences)
-
-    def add(self, kind: str, values: Sequence[Tensor]) -> None:
-        self._lent.add(kind, self._sequences, values)
+        """A copy on the device where the layers compute."""
+        return tuple(
+            gathered(states, self._sequences, self._lent.device) for states in self._lent.states[kind]
+        )
 
     def __setitem__(self, kind: str, values: Sequence[Tensor]) -> None:
-        self._lent.write(kind, self._sequences, values)
+        for states, one in zip(self._lent.own(kind, values), values, strict=True):
+            states[self._sequences] = one.detach().to(states.device)
+
+    def add(self, kind: str, values: Sequence[Tensor]) -> None:
+        """Adds values to those that were added before."""
+        for states, one in zip(self._lent.own(kind, values), values, strict=True):
+            states[self._sequences] += one.to(states.device)

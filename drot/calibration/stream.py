@@ -156,7 +156,7 @@ class CalibrationStream:
     def loaded_batches(self) -> Iterator[tuple[slice, Tensor]]:
         """Each of the `batches` with its hidden states on `device`, which are copied ahead from main memory.
 
-        A batch that was yielded may be replaced in `hidden_states` by a copy of `copies_home`.
+        A batch that was yielded may be replaced in `hidden_states` by CopiesHome.
         """
         return zip(self.batches(), self.loaded(self.hidden_states), strict=True)
 
@@ -164,10 +164,6 @@ class CalibrationStream:
         """Each of the `batches` of `states` [nsamples, seqlen, any width] on `device`, copied ahead."""
         parts = (states[batch] for batch in self.batches())
         return parts if states.device == self.device else ahead(parts, self.device)
-
-    def copies_home(self) -> CopiesHome:
-        """A context for copies from `device` to where the hidden states lie."""
-        return CopiesHome(self.device)
 
     def batches(self) -> Iterable[slice]:
         """Slices of the sequences, with at most TOKENS_PER_BATCH tokens or one sequence each."""
@@ -178,7 +174,7 @@ class CalibrationStream:
     @torch.no_grad()
     def advance(self, layer: DecoderLayer) -> None:
         """Replaces the hidden states by the output [nsamples, seqlen, d] of `layer`, in place."""
-        with self.copies_home() as home:
+        with CopiesHome(self.device) as home:
             for batch, inputs in self.loaded_batches():
                 home.write(self.hidden_states[batch], layer(inputs, self.arguments(layer, batch)))
 
@@ -186,7 +182,7 @@ class CalibrationStream:
     def rotate(self, matrix: Tensor) -> None:
         """h ← h · matrix, for matrix [d, d], computed in fp32 at least and rounded once, in place."""
         matrix = matrix.to(self.device)
-        with self.copies_home() as home:
+        with CopiesHome(self.device) as home:
             for batch, inputs in self.loaded_batches():
                 home.write(
                     self.hidden_states[batch], rounded_once(inputs.flatten(0, 1), matrix).view_as(inputs)
@@ -224,7 +220,7 @@ class CalibrationStream:
 
         with (
             reading(layer, groups, read, read_routed, folded=folded, to_end=advance) as forward,
-            self.copies_home() as home,
+            CopiesHome(self.device) as home,
         ):
             for batch, inputs in self.loaded_batches():
                 output = forward(inputs, self.arguments(layer, batch))

@@ -51,7 +51,7 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether `device` is a GPU: with a memory of its own, streams, and copies from pinned main memory.
+    """Whether `device` is a GPU: with memory, streams and graphs of its own, and copies from pinned memory.
 
     `torch.get_device_module(device)` has its streams and the figures of its memory.
     """
@@ -70,11 +70,6 @@ def _has_kernels(device: torch.device) -> bool:
         return device.type == "cpu" or is_gpu(device)
     built = BUILD_INFO["cuda_architectures"]
     return bool(built) and kernel_problem(torch.cuda.get_device_capability(device), built) is None
-
-
-def supports_graphs(device: torch.device) -> bool:
-    """Whether `device` captures what is launched on a stream as a graph, and replays it."""
-    return is_gpu(device)
 
 
 def total_memory(device: torch.device) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from drot.machine.devices import supports_graphs
+from drot.machine.devices import is_gpu
 
 logger = logging.getLogger("drot")
 
@@ -35,7 +35,7 @@ def _capture_stream(device: torch.device) -> torch.Stream:
 
 def capture_for(device: torch.device) -> Capture | None:
     """How steps are captured on `device`; None on a CPU, which has no graphs."""
-    if not supports_graphs(device) or device in _failed:
+    if not is_gpu(device) or device in _failed:
         return None
     gpu = torch.get_device_module(device)
 

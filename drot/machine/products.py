@@ -111,10 +111,5 @@ def identity_plus_product(identity: float, a: Tensor, b: Tensor, alpha: float) -
     else:
         result = torch.empty_like(a)
         result.baddbmm_(a, b, beta=0, alpha=alpha)  # with beta = 0 what `result` held is not read
-    return add_identity(result, identity)
-
-
-def add_identity(total: Tensor, factor: float | Tensor) -> Tensor:
-    """Adds factor · 1 to `total` [count, i, i], in place; returns `total`."""
-    total.diagonal(dim1=-2, dim2=-1).add_(factor)
-    return total
+    result.diagonal(dim1=-2, dim2=-1).add_(identity)
+    return result

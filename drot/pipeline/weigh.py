@@ -21,7 +21,7 @@ from drot.core.errors import UserError
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.spool import Spool
-from drot.machine.transfer import on_device, pinned_bytes, return_pinned_memory
+from drot.machine.transfer import CopiesHome, on_device, pinned_bytes, return_pinned_memory
 from drot.model.layer import DecoderLayer
 from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_finite_outputs, check_outputs
@@ -61,7 +61,7 @@ def weigh_tokens(run: RunContext, state: RunState | None) -> TokenWeights:
     with run.during("weigh"):
         own = run.tokens[run.ranks.rank :: run.ranks.size]
         norm, head = run.model.norm_and_head(run.device)
-        with stream.copies_home() as home:
+        with CopiesHome(run.device) as home:
             for batch, hidden in stream.loaded_batches():
                 home.write(
                     stream.hidden_states[batch], loss_gradient(run.model, hidden, own[batch], norm, head)
@@ -150,7 +150,7 @@ def _go_back(
     """
     layer, found, sums = run.model.layers[index], dict[str, list[Tensor]](), dict[str, Tensor]()
     batches = zip(inputs.loaded_batches(), gradient.loaded(gradient.hidden_states), strict=True)
-    with gradient.copies_home() as home:
+    with CopiesHome(run.device) as home:
         for (batch, hidden), of_outputs in batches:
             before, squares, of_linears = layer_gradients(
                 layer,

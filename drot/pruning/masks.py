@@ -3,38 +3,25 @@
 import math
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from drot.config import Sparsity
-from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
 from drot.ops.nm_mask import nm_mask
 
 Scope = Literal["row", "matrix"]
 
 
-def check_groups(shape: torch.Size, sparsity: Sparsity) -> None:
-    """Raises UserError if the input dimension of a weight is not a multiple of m."""
-    if sparsity.structured and shape[-1] % sparsity.m:
-        raise UserError(
-            f"{sparsity} needs an input dimension that is a multiple of {sparsity.m}, got a weight of "
-            f"shape {list(shape)}: choose another n:m or a ratio as `sparsity`"
-        )
-
-
 def removed_mask(score: Tensor, sparsity: Sparsity, *, scope: Scope, ranks: Ranks = ALONE) -> Tensor:
     """Bool [..., out, in], True where a weight is removed, from its score [..., out, in].
 
-    n:m removes the m - n smallest scores of every m neighbours along the input dimension, for either scope. A
-    ratio removes the int(in · ratio) smallest scores of each row (scope `row`), or the int(out · in · ratio)
-    smallest of the matrix (scope `matrix`). If scores are equal, the first in row-major order goes first.
-
-    Raises UserError if `in` is not a multiple of m.
+    n:m removes the m - n smallest scores of every m neighbours along the input dimension, a multiple of m,
+    for either scope. A ratio removes the int(in · ratio) smallest scores of each row (scope `row`), or the
+    int(out · in · ratio) smallest of the matrix (scope `matrix`). If scores are equal, the first in row-major
+    order goes first.
 
     ranks: those that hold the other rows of the matrix.
     """
-    check_groups(score.shape, sparsity)
     if sparsity.structured:
         return nm_mask(score.flatten(0, -2), sparsity.m - sparsity.n, sparsity.m).view(score.shape)
     if scope == "row":

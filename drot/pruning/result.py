@@ -49,15 +49,10 @@ def output_error(
 
 
 def with_output_error(
-    outcome: PruneOutcome, weight: Tensor, hessian: Tensor | None, ranks: Ranks = ALONE
+    outcome: PruneOutcome, weight: Tensor, hessian: Tensor, total: Scalar | None, ranks: Ranks
 ) -> PruneOutcome:
-    """The outcome with its output error against the dense weight [out, in]; unchanged without H.
-
-    ranks: those that hold the other rows.
-    """
-    if hessian is None:
-        return outcome
-    total = energy(weight, hessian, ranks) if outcome.energy is None else outcome.energy
+    """The outcome with its `output_error` against the dense weight [..., out, in], and its energy."""
+    total = energy(weight, hessian, ranks) if total is None else total
     error = output_error(weight, outcome.weight, hessian, total, ranks)
     return dataclasses.replace(outcome, output_error=error, energy=total)
 

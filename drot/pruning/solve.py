@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import (
-    Scalar,
+    InputHessian,
     as_scalar,
     damping_unit,
     diagonal_of,
@@ -52,12 +52,10 @@ def products_on(device: torch.device) -> torch.dtype:
 def solve_kept_weights(
     outcomes: Sequence[PruneOutcome],
     targets: Sequence[Tensor],
-    hessian: Tensor,
+    hessian: InputHessian,
     sparsities: Sequence[Sparsity],
     *,
     solver: str,
-    damping: Scalar,
-    average: str = "mean",
     ranks: Ranks = ALONE,
 ) -> list[PruneOutcome]:
     """The outcomes of an input group with better kept weights, and with `admm` also with better masks.
@@ -65,22 +63,21 @@ def solve_kept_weights(
     Weights whose error would not become smaller stay as they are, row by row for n:m. So E of a result is
     never above E of its outcome, but for the rounding to the dtype of the weight.
 
-    Raises UserError for values that are not finite.
+    Raises UserError for a Hessian that is not finite.
 
     outcomes: the pruned weights [..., out, in]. Their weights are the start, their masks the first masks.
-    targets: T [..., out, in] of each, any float dtype.
-    hessian: H [..., in, in], proportional to XᵀX; not changed.
+    targets: T [..., out, in] of each, any float dtype, which the methods have found finite.
+    hessian: H [..., in, in], proportional to XᵀX; not changed. It is damped as it was for the outcomes.
     sparsities: of the masks of `admm`. solver: `pcg` or `admm`.
-    damping: what is added to the diagonal, in units of `damping_unit` for `average`.
     ranks: those that hold the other rows of each weight.
     """
     assert solver in ("pcg", "admm"), f"{solver} is no solver"
-    for target in targets:
-        check_finite(target, "target")
-    check_finite(hessian, "hessian")
-    dtype = torch.promote_types(hessian.dtype, torch.float32)
-    damped = hessian.to(dtype, copy=True)
-    added = as_scalar(damping, damped) * damping_unit(diagonal_of(damped), average)
+    check_finite(hessian.matrix, "hessian")
+    dtype = torch.promote_types(hessian.matrix.dtype, torch.float32)
+    damped = hessian.matrix.to(dtype, copy=True)
+    damping = outcomes[0].damping  # None for a method that inverts no Hessian
+    damping = as_scalar(hessian.damping if damping is None else damping, damped)
+    added = damping * damping_unit(diagonal_of(damped), hessian.average)
     fix_dead_columns(damped)
     diagonal_of(damped).add_(added[..., None])
     # scaled to a diagonal of ones: the preconditioner of the conjugate gradients, and the unit of ρ
@@ -108,11 +105,11 @@ def solve_kept_weights(
                 weight[..., rows, :].to(outcome.weight.dtype),
                 removed[..., rows, :],
                 outcome.damping,
-                energy=outcome.energy,
                 admm_iterations=iterations,
             ),
             target,
-            hessian,
+            hessian.matrix,
+            outcome.energy,
             ranks,
         )
         for rows, outcome, target in zip(parts.rows, outcomes, targets, strict=True)

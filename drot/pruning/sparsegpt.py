@@ -3,26 +3,23 @@
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import HessianFactor, Scalar, diagonal_of, energy, factorize, sum_of_rows
+from drot.calibration.hessian import InputHessian, Scalar, diagonal_of, energy, sum_of_rows
 from drot.config import Sparsity
-from drot.core.errors import UserError
 from drot.machine.finite import check_finite
 from drot.machine.products import add_product, fp32_products
 from drot.machine.ranks import ALONE, Ranks
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
-from drot.pruning.masks import check_groups, removed_mask
+from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, relative_error
 
 
 def prune_sparsegpt(
     weight: Tensor,
-    hessian: Tensor,
+    hessian: InputHessian,
     sparsity: Sparsity,
     *,
-    damping: float,
     block_size: int,
     removed: Tensor | None = None,
-    factor: HessianFactor | None = None,
     total: Scalar | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
@@ -39,29 +36,18 @@ def prune_sparsegpt(
     error of the result is without damping: λ·unit·‖W - Ŵ‖² is subtracted. It is that of the weights before
     they are rounded.
 
-    Raises UserError for values that are not finite, shapes that do not fit, `in` or block_size not a multiple
-    of m, and a Hessian that cannot be factorised.
+    Raises UserError for values that are not finite, and for a Hessian that cannot be factorised.
 
     weight: [..., out, in], any float dtype.
-    hessian: H [..., in, in], proportional to XᵀX; not changed.
-    damping: λ of `factorize`, in units of mean(diag H); unused with `factor`. The result holds the final λ.
-    block_size: the number of columns that are pruned before the columns right of them are updated.
+    hessian: H [..., in, in], proportional to XᵀX; not changed. The result holds the λ of its factor.
+    block_size: the number of columns that are pruned before the columns right of them are updated, a multiple
+        of m in n:m.
     removed: bool [..., out, in], the mask of another method, for which the kept weights are updated.
-    factor: the factor of `hessian`, for several weights that read one input.
     total: tr(W H Wᵀ), where it is known.
     ranks: those that prune the other rows.
     """
-    columns = weight.shape[-1]
-    if hessian.shape != (*weight.shape[:-2], columns, columns):
-        raise UserError(
-            f"hessian must be [{columns}, {columns}] for a weight of shape {list(weight.shape)}, "
-            f"got {list(hessian.shape)}"
-        )
-    check_groups(weight.shape, sparsity)
-    if sparsity.structured and block_size < columns and block_size % sparsity.m:
-        raise UserError(f"`block_size` must be a multiple of m in n:m; got {block_size} with {sparsity}")
     check_finite(weight, "weight")
-    factor = factorize(hessian, damping) if factor is None else factor
+    factor = hessian.factor
     hinv = factor.hinv
     work = weight.to(hinv.dtype, copy=True, memory_format=torch.contiguous_format)
     dead_columns = factor.dead_columns[..., None, :]
@@ -70,6 +56,7 @@ def prune_sparsegpt(
 
     given, removed = removed, torch.empty_like(work, dtype=torch.bool)
     prune = sparsity.m - sparsity.n
+    columns = weight.shape[-1]
     for start in range(0, columns, block_size):
         stop = min(start + block_size, columns)
         block, block_hinv = work[..., start:stop], hinv[..., start:stop, start:stop]
@@ -89,6 +76,6 @@ def prune_sparsegpt(
     change = (weight - work).masked_fill_(dead_columns, 0)
     lost -= factor.added[..., None] * change.square_().sum(-1, dtype=torch.float64)
     if total is None:
-        total = energy(weight, hessian.to(hinv.dtype), ranks)
+        total = energy(weight, hessian.matrix.to(hinv.dtype), ranks)
     relative = relative_error(sum_of_rows(lost, ranks), total)
     return PruneOutcome(result, removed, factor.damping, relative, total)

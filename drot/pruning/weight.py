@@ -9,7 +9,7 @@ from drot.calibration.layer_pass import TargetStatistics
 from drot.config import PruningConfig
 from drot.machine.ranks import ALONE, Ranks
 from drot.pruning.magnitude import prune_magnitude
-from drot.pruning.result import PruneOutcome
+from drot.pruning.result import PruneOutcome, with_output_error
 from drot.pruning.solve import solve_kept_weights
 from drot.pruning.sparsegpt import prune_sparsegpt
 from drot.pruning.wanda import prune_wanda
@@ -29,15 +29,20 @@ def prune_once(
     total: tr(T H Tᵀ) of the target T; None computes it.
     ranks: those that prune the other rows of the weight.
     """
-    matrix = None if hessian is None else hessian.matrix
     if config.method == "magnitude":
-        return prune_magnitude(target, config.sparsity, hessian=matrix, total=total, ranks=ranks)
-    assert hessian is not None, f"{config.method} needs the Hessian"
-    if config.method == "wanda":
-        diagonal = diagonal_of(hessian.matrix)
-        return prune_wanda(target, diagonal, config.sparsity, hessian=matrix, total=total, ranks=ranks)
-    assert config.method == "sparsegpt", f"{config.method} has no branch here"
-    return _sweep(target, hessian, config, total, ranks=ranks)
+        outcome = prune_magnitude(target, config.sparsity, ranks=ranks)
+        if hessian is None:
+            return outcome
+    else:
+        assert hessian is not None, f"{config.method} needs the Hessian"
+        if config.method == "sparsegpt":
+            block = config.block_size
+            return prune_sparsegpt(
+                target, hessian, config.sparsity, block_size=block, total=total, ranks=ranks
+            )
+        assert config.method == "wanda", f"{config.method} has no branch here"
+        outcome = prune_wanda(target, diagonal_of(hessian.matrix), config.sparsity)
+    return with_output_error(outcome, target, hessian.matrix, total, ranks)
 
 
 def solve_weights(
@@ -58,45 +63,21 @@ def solve_weights(
         return [
             outcome
             if config.method == "sparsegpt"
-            else _sweep(target, hessian, config, outcome.energy, outcome.removed, ranks=ranks)
+            else prune_sparsegpt(
+                target,
+                hessian,
+                config.sparsity,
+                block_size=config.block_size,
+                removed=outcome.removed,
+                total=outcome.energy,
+                ranks=ranks,
+            )
             for outcome, target, config in zip(outcomes, targets, configs, strict=True)
         ]
     if solver not in ("pcg", "admm"):
         return list(outcomes)
-    damping = outcomes[0].damping  # of the Hessian that all of them share
-    return solve_kept_weights(
-        outcomes,
-        targets,
-        hessian.matrix,
-        [config.sparsity for config in configs],
-        solver=solver,
-        damping=hessian.damping if damping is None else damping,
-        average=hessian.average,
-        ranks=ranks,
-    )
-
-
-def _sweep(
-    target: Tensor,
-    hessian: InputHessian,
-    config: PruningConfig,
-    total: Scalar | None,
-    removed: Tensor | None = None,
-    *,
-    ranks: Ranks,
-) -> PruneOutcome:
-    """SparseGPT's sweep with the factor of the input. removed: the mask of another method, if it is given."""
-    return prune_sparsegpt(
-        target,
-        hessian.matrix,
-        config.sparsity,
-        damping=hessian.damping,
-        block_size=config.block_size,
-        removed=removed,
-        factor=hessian.factor,
-        total=total,
-        ranks=ranks,
-    )
+    sparsities = [config.sparsity for config in configs]
+    return solve_kept_weights(outcomes, targets, hessian, sparsities, solver=solver, ranks=ranks)
 
 
 def dense_target(

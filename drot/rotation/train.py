@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +24,6 @@ OnStep = Callable[[int, int, float], None]
 REPORT_EVERY = 10
 #: Number of last steps over which early stopping measures the change of the loss.
 EARLY_STOP_STEPS = 20
-
-
-class TrainingFigures(TypedDict):
-    """The figures of a training, which TrainingRecord of the manifest explains (checkpoint/records.py)."""
-
-    loss_before: float
-    loss_after: float
-    best_step: int
-    seconds: float
-    orthogonality_error: float
-    loss_curve: list[float]
-    entropy_curve: list[list[float]]
-    entropy_before: float
-    entropy_after: float
 
 
 class _R1Parameters:
@@ -259,13 +245,14 @@ def train_rotation(
     on_step: OnStep = lambda step, steps, loss: None,
     device: torch.device | None = None,
     ranks: Ranks = ALONE,
-) -> tuple[list[LayerRotation], TrainingFigures]:
+) -> tuple[list[LayerRotation], dict[str, Any]]:
     """Minimises the sum of the objectives over one R1, which all share, and the R2 and R3 of each of them.
 
     The objective of one layer gives the paper's rotation of a layer. The objectives of all layers give the
     rotations of `mode="shared"`. Returns a LayerRotation, fp64 and orthogonal, for each objective at the best
-    of every tenth step and the last, and the figures of the training. With `layers_per_step` the best step is
-    the first or the last, because only there the loss of all objectives is computed.
+    of every tenth step and the last, and the figures of the training (TrainingRecord of
+    checkpoint/records.py). With `layers_per_step` the best step is the first or the last, because only there
+    the loss of all objectives is computed.
 
     An objective without a pruned linear is left out, and its own matrices are the identity. If all objectives
     are, R1 is the identity, and no step is taken. r3 of a LayerRotation is R3 of its objective.

@@ -139,12 +139,12 @@ def test_streams_do_not_share_what_their_layers_lend():
     stream.advance(model.layers[0])
     copy = stream.copy()
     stream.advance(model.layers[1])
-    keys = stream.lent.read(FULL, slice(None))[0].clone()
+    keys = stream.lent.of(slice(None))[FULL][0].clone()
     model.layers[1].linears["k_proj"].weight.mul_(-1)
     copy.advance(model.layers[1])
-    assert torch.equal(stream.lent.read(FULL, slice(None))[0], keys)
-    assert not torch.equal(copy.lent.read(FULL, slice(None))[0], keys)
-    assert torch.equal(*(one.lent.read(SLIDING, slice(3))[1] for one in (copy, stream)))
+    assert torch.equal(stream.lent.of(slice(None))[FULL][0], keys)
+    assert not torch.equal(copy.lent.of(slice(None))[FULL][0], keys)
+    assert torch.equal(*(one.lent.of(slice(3))[SLIDING][1] for one in (copy, stream)))
 
 
 @pytest.mark.parametrize("at", [("prune", 2), ("distill",)], ids=str)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drot.calibration.hessian import factorize
+from drot.calibration.hessian import InputHessian, factorize
 from drot.config import Sparsity
 from drot.core.errors import UserError
 from drot.pruning import output_error, prune_sparsegpt
@@ -43,7 +43,8 @@ def optimal_brain_surgeon(weight: Tensor, hessian: Tensor, removed: Tensor) -> T
 
 
 def prune(weight: Tensor, hessian: Tensor, sparsity: str, block_size: int = 128, damping: float = DAMPING):
-    return prune_sparsegpt(weight, hessian, Sparsity.parse(sparsity), damping=damping, block_size=block_size)
+    of_input = InputHessian(hessian, damping)
+    return prune_sparsegpt(weight, of_input, Sparsity.parse(sparsity), block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", [12, 24, 60, 128])
@@ -209,19 +210,6 @@ def test_an_indefinite_hessian_needs_more_damping_up_to_the_bound() -> None:
         prune(weight, (vectors * values) @ vectors.T, "2:4")
 
 
-@pytest.mark.parametrize(
-    ("shape", "side", "sparsity", "block_size", "message"),
-    [
-        ((4, 10), 10, "2:4", 128, "2:4 needs .* multiple of 4"),
-        ((4, 16), 12, "2:4", 128, "hessian must be"),
-        ((4, 16), 16, "2:4", 6, "`block_size` must be a multiple of m"),
-    ],
-)
-def test_refusals(shape: tuple[int, int], side: int, sparsity: str, block_size: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        prune(torch.randn(shape), torch.eye(side), sparsity, block_size)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_refuses_values_that_are_not_finite(bad: float) -> None:
     weight, _, hessian = problem(4, 8)
@@ -242,9 +230,7 @@ def test_the_output_error_of_the_sweep_is_without_damping(sparsity, damping, dty
     weight, x, _ = problem(24, 64)
     x[:, [0, 5, 40]] = 0
     hessian = (x.T @ x).to(device, dtype)
-    outcome = prune_sparsegpt(
-        weight.to(device, dtype), hessian, Sparsity.parse(sparsity), damping=damping, block_size=16
-    )
+    outcome = prune(weight.to(device, dtype), hessian, sparsity, 16, damping)
     dense, pruned = x @ weight.T, x @ outcome.weight.cpu().double().T
     assert outcome.output_error == pytest.approx(
         float((dense - pruned).norm() ** 2 / dense.norm() ** 2), rel=tolerance
@@ -256,16 +242,12 @@ def test_a_given_factor_and_energy_change_nothing() -> None:
     """And save their products: what remains is the update of the columns right of each block."""
     weight, _, hessian = problem(24, 64)
     alone = prune(weight, hessian, "2:4", 16)
-    factor = factorize(hessian, DAMPING)
-    shared = []
+    of_input, shared = InputHessian(hessian, DAMPING), []
+    _ = of_input.factor
 
     def work() -> None:
-        shared.append(
-            prune_sparsegpt(
-                weight, hessian, Sparsity.parse("2:4"), damping=5.0, block_size=16,
-                factor=factor, total=alone.energy,
-            )
-        )  # fmt: skip
+        pattern = Sparsity.parse("2:4")
+        shared.append(prune_sparsegpt(weight, of_input, pattern, block_size=16, total=alone.energy))
 
     assert counted_flops(work) == sum(2 * 24 * 16 * right for right in (48, 32, 16))
     assert torch.equal(shared[0].weight, alone.weight) and shared[0].damping == DAMPING
@@ -284,15 +266,14 @@ def exact_products() -> Iterator[None]:
 def test_the_update_is_in_tf32_and_the_callers_setting_comes_back(exact_products, monkeypatch) -> None:
     products, seen = torch.backends.cuda.matmul, []
     weight, _, hessian = problem(8, 32)
-    factor, real = factorize(hessian, 0.01), Tensor.addmm_
+    of_input, real = InputHessian(hessian, 0.01), Tensor.addmm_
+    _ = of_input.factor
     monkeypatch.setattr(
         Tensor,
         "addmm_",
         lambda *args, **options: seen.append(products.fp32_precision) or real(*args, **options),
     )
-    prune_sparsegpt(
-        weight, hessian, Sparsity.parse("2:4"), damping=0.0, block_size=16, factor=factor, total=1.0
-    )
+    prune_sparsegpt(weight, of_input, Sparsity.parse("2:4"), block_size=16, total=1.0)
     assert seen == ["tf32", "tf32"] and products.fp32_precision == "ieee"
 
 
@@ -307,7 +288,8 @@ def test_factors_rounded_to_ten_bits_keep_the_masks_and_the_error(monkeypatch) -
         return bits.view(torch.float32)
 
     real = Tensor.addmm_
-    factor, calls = factorize(hessian, DAMPING), []
+    of_input, calls = InputHessian(hessian, DAMPING), []
+    _ = of_input.factor
 
     def emulated(self: Tensor, a: Tensor, b: Tensor, **options: float) -> Tensor:
         calls.append(a.shape)
@@ -315,10 +297,8 @@ def test_factors_rounded_to_ten_bits_keep_the_masks_and_the_error(monkeypatch) -
 
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "addmm_", emulated)
-        found = prune_sparsegpt(
-            weight, hessian, Sparsity.parse("2:4"), damping=DAMPING, block_size=16,
-            factor=factor, total=exact.energy,
-        )  # fmt: skip
+        pattern = Sparsity.parse("2:4")
+        found = prune_sparsegpt(weight, of_input, pattern, block_size=16, total=exact.energy)
     assert len(calls) == 15
     assert 0 < float((found.weight - exact.weight).abs().max()) < 2
     assert float((found.removed == exact.removed).float().mean()) >= 0.999

@@ -65,11 +65,6 @@ def test_every_ratio(ratio: float, rows: int, columns: int) -> None:
     assert bool((by_row.sum(1) == int(columns * ratio)).all())
 
 
-def test_refuses_a_group_that_does_not_divide() -> None:
-    with pytest.raises(UserError, match="2:4 needs .* multiple of 4"):
-        removed_mask(torch.ones(3, 10), Sparsity.parse("2:4"), scope="row")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("sparsity", ["0.5", "2:4"])
 def test_magnitude(sparsity: str, dtype: torch.dtype, device: str) -> None:
@@ -97,12 +92,8 @@ def test_wanda(sparsity: str, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(outcome.weight, weight.masked_fill(outcome.removed, 0))
 
 
-def test_wanda_refuses_wrong_input() -> None:
+def test_wanda_refuses_values_that_are_not_finite() -> None:
     weight, half = torch.randn(4, 8), Sparsity.parse("0.5")
-    with pytest.raises(UserError, match="hessian_diag must be"):
-        prune_wanda(weight, torch.ones(7), half)
-    with pytest.raises(UserError, match="hessian_diag must not be negative"):
-        prune_wanda(weight, -torch.ones(8), half)
     with pytest.raises(UserError, match="hessian_diag must be finite"):
         prune_wanda(weight, torch.full((8,), torch.inf), half)
     with pytest.raises(UserError, match="weight must be finite"):

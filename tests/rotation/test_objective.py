@@ -142,27 +142,30 @@ def build(weights, hessians, method, objective, sparsity, compat, **options):
     )
 
 
-def reference(weights, hessians, r1, r2, method, objective, sparsity, compat):
-    r1, r2 = r1.clone().requires_grad_(), r2.clone().requires_grad_()
+def reference(layer, r1, r2, method, objective, sparsity, compat, names=LINEARS, r3=None):
+    """The loss of the linears `names` of a layer."""
     if objective == "entropy":
-        loss = entropy_reference(weights, hessians, r1, r2, method, compat)
-    else:
-        loss = pruned_reference(weights, hessians, r1, r2, method, compat, Sparsity.parse(sparsity))
-    loss.backward()
-    return loss.detach(), r1.grad, r2.grad
+        return entropy_reference(*layer, r1, r2, method, compat, names, r3)
+    return pruned_reference(*layer, r1, r2, method, compat, Sparsity.parse(sparsity), names, r3)
+
+
+def assert_is(expected, leaves, loss, *gradients):
+    """The loss and its gradients are those of the reference `expected`, by autograd in `leaves`."""
+    expected.backward()
+    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        assert torch.allclose(gradient, wanted, rtol=0, atol=1e-10 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES)
 def test_value_and_gradient_in_fp64(method, objective, sparsity, compat):
-    weights, hessians = make_layer()
-    r1, r2 = random_rotations()
-    loss, g1, g2 = build(
-        weights, hessians, method, objective, sparsity, compat, product_dtype=torch.float64
-    ).value_and_grad(r1[None], r2)
-    expected, e1, e2 = reference(weights, hessians, r1, r2, method, objective, sparsity, compat)
-    assert torch.allclose(loss, expected, rtol=1e-11)
-    assert torch.allclose(g1[0], e1, rtol=0, atol=1e-10 * float(e1.abs().max()))
-    assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))
+    layer, (r1, r2) = make_layer(), random_rotations()
+    problem = build(*layer, method, objective, sparsity, compat, product_dtype=torch.float64)
+    loss, g1, g2 = problem.value_and_grad(r1[None], r2)
+    leaves = [each.requires_grad_() for each in (r1, r2)]
+    expected = reference(layer, r1, r2, method, objective, sparsity, compat)
+    assert_is(expected, leaves, loss, g1[0], g2)
 
 
 @pytest.mark.parametrize("missing", [(), ("gate_proj", "down_proj")])
@@ -191,7 +194,7 @@ def test_weights_of_outputs_in_fp64(method, missing):
     start = scores(weights, hessians, torch.eye(D, dtype=r1.dtype), eye2, method, False)
     usual = sum(float((start[name].sum(1) * each).sum()) for name, each in mixed.items())
     usual /= sum(len(each) for each in mixed.values())
-    r1, r2 = r1.requires_grad_(), r2.requires_grad_()
+    leaves = [each.requires_grad_() for each in (r1, r2)]
     expected = 0
     for name, s in scores(weights, hessians, r1, r2, method, False).items():
         removed = s.reshape(len(s), -1, 4).sort(-1).values[..., :2].sum((-1, -2))
@@ -200,10 +203,7 @@ def test_weights_of_outputs_in_fp64(method, missing):
             if name in mixed
             else usual * len(s) * removed.sum() / start[name].sum()
         )
-    expected.backward()
-    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
-    assert torch.allclose(g1[0], r1.grad, rtol=0, atol=1e-10 * float(r1.grad.abs().max()))
-    assert torch.allclose(g2, r2.grad, rtol=0, atol=1e-10 * float(r2.grad.abs().max()))
+    assert_is(expected, leaves, loss, g1[0], g2)
 
 
 @pytest.mark.parametrize("count", [0, 2])  # the tests of R3 have one
@@ -217,23 +217,17 @@ def test_any_number_of_left_rotated_in_fp64(method, objective, sparsity, compat,
     )
     problem.left_rotated = [*previous.left_rotated, *problem.left_rotated][:count]
     loss, g1, g2 = problem.value_and_grad(r1[None], r2)
-    r1, r2 = r1.requires_grad_(), r2.requires_grad_()
+    leaves = [each.requires_grad_() for each in (r1, r2)]
     parts = [
         (layers[0], set(LINEARS) - {"down_proj"}),
         (layers[1], {"down_proj"}),
         (layers[0], {"down_proj"}),
     ]
-    expected = 0
-    for layer, names in parts[: count + 1]:
-        if objective == "entropy":
-            expected = expected + entropy_reference(*layer, r1, r2, method, compat, names)
-        else:
-            pattern = Sparsity.parse(sparsity)
-            expected = expected + pruned_reference(*layer, r1, r2, method, compat, pattern, names)
-    expected.backward()
-    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
-    assert torch.allclose(g1[0], r1.grad, rtol=0, atol=1e-10 * float(r1.grad.abs().max()))
-    assert torch.allclose(g2, r2.grad, rtol=0, atol=1e-10 * float(r2.grad.abs().max()))
+    expected = sum(
+        reference(layer, r1, r2, method, objective, sparsity, compat, names)
+        for layer, names in parts[: count + 1]
+    )
+    assert_is(expected, leaves, loss, g1[0], g2)
 
 
 @pytest.mark.parametrize(("size", "count"), [(8, 1), (FF, 2)])
@@ -248,25 +242,18 @@ def test_r3_in_fp64(method, objective, sparsity, compat, size, count):
     )
     problem.left_rotated = [*previous.left_rotated, *problem.left_rotated][:count]
     r3 = [random_r3(FF // size, size, seed) for seed in range(count)]
-    loss, *gradients = problem.value_and_grad(r1[None], r2, *([torch.cat(r3)] if count else []))
-    assert [g.shape for g in gradients] == [each.shape for each in problem.identity()]
+    loss, g1, g2, g3 = problem.value_and_grad(r1[None], r2, torch.cat(r3))
+    assert [each.shape for each in (g1, g2, g3)] == [each.shape for each in problem.identity()]
     leaves = [each.requires_grad_() for each in (r1, r2, *r3)]
     parts = [
         (layers[0], set(LINEARS) - {"down_proj"}, None),
         *((layers[1 - i], {"down_proj"}, blocks) for i, blocks in enumerate(r3)),
     ]
-    expected = 0
-    for layer, names, blocks in parts:
-        if objective == "entropy":
-            expected = expected + entropy_reference(*layer, r1, r2, method, compat, names, blocks)
-        else:
-            pattern = Sparsity.parse(sparsity)
-            expected = expected + pruned_reference(*layer, r1, r2, method, compat, pattern, names, blocks)
-    expected.backward()
-    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
-    found = [gradients[0][0], gradients[1], *(gradients[2].chunk(count) if count else [])]
-    for got, leaf in zip(found, leaves, strict=True):
-        assert torch.allclose(got, leaf.grad, rtol=0, atol=1e-10 * float(leaf.grad.abs().max()))
+    expected = sum(
+        reference(layer, r1, r2, method, objective, sparsity, compat, names, blocks)
+        for layer, names, blocks in parts
+    )
+    assert_is(expected, leaves, loss, g1[0], g2, *g3.chunk(count))
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
@@ -286,18 +273,16 @@ def test_r3_of_one_is_no_r3(method):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
 def test_gradient_error_by_product_dtype(objective, dtype, tolerance):
     """‖g − g64‖ / ‖g64‖. In bf16 a few scores that are almost equal change their order."""
-    weights, hessians = make_layer(dtype=torch.float32)
-    r1, r2 = random_rotations()
-    double = {name: w.double() for name, w in weights.items()}
-    expected, e1, _ = reference(
-        double, {g: h.double() for g, h in hessians.items()}, r1, r2, "wanda", objective, "2:4", False
-    )
-    loss, g1, _ = build(
-        weights, hessians, "wanda", objective, "2:4", False, product_dtype=dtype
-    ).value_and_grad(r1.float()[None], r2.float())
+    layer, (r1, r2) = make_layer(dtype=torch.float32), random_rotations()
+    double = [{name: tensor.double() for name, tensor in each.items()} for each in layer]
+    r1.requires_grad_()
+    expected = reference(double, r1, r2, "wanda", objective, "2:4", False)
+    expected.backward()
+    problem = build(*layer, "wanda", objective, "2:4", False, product_dtype=dtype)
+    loss, g1, _ = problem.value_and_grad(r1.detach().float()[None], r2.float())
     assert loss.dtype == torch.float32
-    assert abs(float(loss) / float(expected) - 1) < tolerance
-    assert float((g1[0].double() - e1).norm() / e1.norm()) < tolerance
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=tolerance)
+    assert float((g1[0].double() - r1.grad).norm() / r1.grad.norm()) < tolerance
 
 
 def test_entropy_is_the_papers_entropy_for_either_objective():
@@ -314,20 +299,13 @@ def test_entropy_is_the_papers_entropy_for_either_objective():
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_equal_blocks_are_the_diagonal_of_the_dense_gradient(method, objective):
     """Four blocks of R1 against the dense reference at the block-diagonal matrix of the blocks."""
-    weights, hessians = make_layer()
-    _, r2 = random_rotations()
-    g = torch.Generator().manual_seed(5)
-    stack = torch.linalg.qr(torch.randn(4, 6, 6, generator=g, dtype=torch.float64))[0]
-    loss, g1, g2 = build(
-        weights, hessians, method, objective, "2:4", False, product_dtype=torch.float64, blocks=4
-    ).value_and_grad(stack, r2)
-    dense = torch.block_diag(*stack)
-    expected, e1, e2 = reference(weights, hessians, dense, r2, method, objective, "2:4", False)
-    assert torch.allclose(loss, expected, rtol=1e-11)
-    for i in range(4):
-        part = slice(6 * i, 6 * i + 6)
-        assert torch.allclose(g1[i], e1[part, part], rtol=0, atol=1e-10 * float(e1.abs().max()))
-    assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))
+    layer, (_, r2) = make_layer(), random_rotations()
+    blocks = random_r3(4, 6, seed=5)
+    problem = build(*layer, method, objective, "2:4", False, product_dtype=torch.float64, blocks=4)
+    loss, g1, g2 = problem.value_and_grad(blocks, r2)
+    leaves = [each.requires_grad_() for each in (blocks, r2)]
+    expected = reference(layer, torch.block_diag(*blocks), r2, method, objective, "2:4", False)
+    assert_is(expected, leaves, loss, g1, g2)
 
 
 @pytest.mark.parametrize("down_block", [None, 8])
@@ -359,18 +337,12 @@ def test_every_linear_has_its_own_sparsity_in_fp64(method, objective, sparsity):
     r1, r2 = random_rotations()
     problem = build(weights, hessians, method, objective, sparsity, False, product_dtype=torch.float64)
     loss, g1, g2 = problem.value_and_grad(r1[None], r2)
-    r1, r2 = r1.requires_grad_(), r2.requires_grad_()
-    if objective == "entropy":
-        expected = entropy_reference(weights, hessians, r1, r2, method, False, sparsity)
-    else:
-        expected = sum(
-            pruned_reference(weights, hessians, r1, r2, method, False, Sparsity.parse(text), {name})
-            for name, text in sparsity.items()
-        )
-    expected.backward()
-    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
-    for got, wanted in ((g1[0], r1.grad), (g2, torch.zeros_like(r2) if r2.grad is None else r2.grad)):
-        assert torch.allclose(got, wanted, rtol=0, atol=1e-10 * float(wanted.abs().max()))
+    leaves = [each.requires_grad_() for each in (r1, r2)]
+    layer = weights, hessians
+    expected = sum(
+        reference(layer, r1, r2, method, objective, text, False, {name}) for name, text in sparsity.items()
+    )
+    assert_is(expected, leaves, loss, g1[0], g2)
     entropy = entropy_reference(
         weights,
         hessians,

@@ -28,7 +28,7 @@ def test_a_run_takes_what_its_estimate_says(quality, monkeypatch):
     monkeypatch.setattr(layer_pass, "KEPT_SHARE", 0)
     monkeypatch.setattr(importance, "CHUNK", importance.CHUNK // NARROWER**2)
     monkeypatch.setattr(cholesky, "GPU_BLOCK", cholesky.GPU_BLOCK // NARROWER)
-    monkeypatch.setattr("drot.machine.graph.supports_graphs", lambda device: False)
+    monkeypatch.setattr("drot.machine.graph.is_gpu", lambda device: False)
     sizes = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1, head_dim=8)
     model = small_model("llama", **sizes, num_attention_heads=HIDDEN // 8, num_key_value_heads=HIDDEN // 64)
     model = model.to(torch.bfloat16)
@@ -48,7 +48,7 @@ def test_a_run_takes_what_its_estimate_says(quality, monkeypatch):
 @pytest.mark.parametrize("layers_per_step", [0, 4])
 def test_a_shared_training_takes_what_its_estimate_says(layers_per_step, monkeypatch):
     """All layers lie on the device together, or one after the other."""
-    monkeypatch.setattr("drot.machine.graph.supports_graphs", lambda device: False)
+    monkeypatch.setattr("drot.machine.graph.is_gpu", lambda device: False)
     monkeypatch.setattr(stream, "TOKENS_PER_BATCH", {"cpu": 64})
     monkeypatch.setattr(hessian, "PANEL_COLUMNS", {"cpu": 64})
     sizes = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=6, head_dim=8)

@@ -11,7 +11,6 @@ import torch
 from device import graph, host_waits
 from runs import one_shot, prune
 
-from drot.machine import devices
 from drot.machine.graph import WARM_UP
 from drot.pipeline import training
 from drot.rotation import train
@@ -33,7 +32,7 @@ def test_replays_give_the_bytes_of_calls(device, objective, tmp_path, monkeypatc
     with caplog.at_level(logging.WARNING, logger="drot"):
         replayed = rotations(tmp_path, device, objective=objective)
     assert not caplog.records
-    monkeypatch.setattr("drot.machine.graph.supports_graphs", lambda device: False)
+    monkeypatch.setattr("drot.machine.graph.is_gpu", lambda device: False)
     assert rotations(tmp_path, device, objective=objective) == replayed
 
 
@@ -119,7 +118,7 @@ def test_the_last_evaluation_has_the_memory_of_the_graph(tmp_path, monkeypatch):
     ids=str,
 )
 def test_the_host_waits_at_every_tenth_step_only(settings, graphs, tmp_path, monkeypatch):
-    monkeypatch.setattr("drot.machine.graph.supports_graphs", lambda device: graphs)
+    monkeypatch.setattr("drot.machine.graph.is_gpu", lambda device: graphs)
     begins, counts = train._Training.entropy_steps, []
 
     def counted(self: train._Training) -> set[int]:  # the first that each step of the loop calls
@@ -141,7 +140,7 @@ def test_the_host_waits_at_every_tenth_step_only(settings, graphs, tmp_path, mon
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_training_leaves_no_memory_behind(graphs, monkeypatch, tmp_path):
     """Without Python's search for circles, which comes late."""
-    monkeypatch.setattr("drot.machine.graph.supports_graphs", lambda device: graphs)
+    monkeypatch.setattr("drot.machine.graph.is_gpu", lambda device: graphs)
     module, found = torch.get_device_module("second"), []
     train_rotation = training.train_rotation
 
@@ -160,8 +159,3 @@ def test_a_training_leaves_no_memory_behind(graphs, monkeypatch, tmp_path):
     finally:
         gc.enable()
     assert found == [True] * 3
-
-
-def test_a_device_without_graphs_is_asked_for_none():
-    assert devices.supports_graphs(torch.device("second:0"))
-    assert not devices.supports_graphs(torch.device("cpu"))
