@@ -17,21 +17,6 @@ from drot.model.families import down_widths, family_of, linear_names, linear_sha
 from drot.model.sizes import check_down_block, check_seqlen, experts_of, vocabulary_of
 from drot.sparse.packed import dense_linears
 
-#: width of a linear's inputs → what it is in a model's config
-INPUT_IN_WORDS = {
-    "hidden": "hidden size",
-    "query": "input of o_proj (heads * head_dim)",
-    "kv": "kv_heads * head_dim",
-    "mlp": "intermediate size",
-    "expert": "intermediate size of an expert",
-    "shared": "intermediate size of the shared experts",
-    "latent_q": "q_lora_rank",
-    "latent_kv": "kv_lora_rank",
-    "mla_value": "input of o_proj (heads * v_head_dim)",
-    "linear_value": "input of out_proj (linear_num_value_heads * linear_value_head_dim)",
-}
-
-
 def check_prunable(config: Any) -> None:
     """Raises UserError for a model of another architecture, and for one that is quantised already."""
     family_of(config)
@@ -117,13 +102,12 @@ def _check_patterns(config: Any, pruning: PruningConfig) -> None:
                 f"{config.num_hidden_layers} layers: {first} is the name of a linear, which layers.0.* and "
                 f"{names[first].name} match"
             )
-    for name, linear in names.items():
-        sparsity, size = pruning.sparsity_for(name), shapes[name][1]
+    for name, (_, size) in shapes.items():
+        sparsity = pruning.sparsity_for(name)
         if sparsity.structured and size % sparsity.m:
             raise UserError(
-                f"{sparsity} of {name} needs dimensions that are multiples of {sparsity.m}; this model's "
-                f"{INPUT_IN_WORDS[linear.shape[1]]} is {size}: choose another n:m or a ratio as `sparsity` "
-                "or `sparsity_of`"
+                f"{sparsity} of {name} needs dimensions that are multiples of {sparsity.m}, got {size} inputs: "
+                "choose another n:m or a ratio as `sparsity` or `sparsity_of`"
             )
 
 
