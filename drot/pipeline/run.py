@@ -72,9 +72,9 @@ class PruningRun:
         else:
             with run.during("check"):
                 check_outputs(run.model, run.tokens[:1], run.device)
-        known, records = self._known_rotations(state)
-        load = partial(steps.load_rotation, run, state) if state else None
-        found = known or RotationsOfLayers(load)
+        known, records = self.known_rotations(state)
+        trained = RotationsOfLayers(partial(steps.load_rotation, run, state) if state else None)
+        found = known or trained
         check = None
         if run.rotates:
             with run.during("check"):
@@ -103,8 +103,8 @@ class PruningRun:
             steps.advance(run, work)
             if run.rotates:
                 steps.unrotate(run, work)
-            if isinstance(found, RotationsOfLayers) and work.rotation is not None and given is None:
-                found.keep(layer.index, work.rotation.to("cpu"))
+            if work.rotation is not None and given is None:
+                trained.keep(layer.index, work.rotation.to("cpu"))
             if work.rotation is not None and work.output_r1 is not None:
                 bases = [*(bases[:1] or [work.rotation.r1]), work.output_r1]
             self._keep(work, found)
@@ -140,7 +140,7 @@ class PruningRun:
         run = self.context
         return self.given is None and run.rotates and run.recipe.rotation.hessians == "dense"
 
-    def _known_rotations(
+    def known_rotations(
         self, state: RunState | None
     ) -> tuple[Mapping[int, LayerRotation], Mapping[int, dict[str, Any]]]:
         """The rotations that are known before the pruning, and what their training adds to the records."""
