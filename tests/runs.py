@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from small_models import random_tokens, small_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import drot
 from drot.config import PruningConfig, Recipe
@@ -86,6 +87,23 @@ def assert_patterns(model: nn.Module, pruning: PruningConfig) -> None:
             assert (zeros.unflatten(1, (-1, sparsity.m)).sum(-1) == sparsity.m - sparsity.n).all(), name
         else:
             assert float(zeros.float().mean()) == pytest.approx(sparsity.ratio, abs=0.02), name
+
+
+def assert_opens(out: Path, model: nn.Module, again: Path) -> nn.Module:
+    """A checkpoint is `model`: in transformers, with and without a cache, and when it is saved `again`.
+
+    Returns the model that transformers opened.
+    """
+    tokens, options = random_tokens(2, 30, seed=5), dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    opened, info = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(opened(tokens).logits, model(tokens).logits)
+    cached, plain = (opened.generate(tokens, **options, use_cache=cache) for cache in (True, False))
+    assert torch.equal(cached, plain)
+    opened.save_pretrained(again)
+    for loaded in (drot.load(again, device="cpu"), AutoModelForCausalLM.from_pretrained(again)):
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    return opened
 
 
 def assert_same_weights(found: nn.Module | Mapping, expected: nn.Module | Mapping) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText
 
 from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.load import load_tokenizer
@@ -120,13 +120,13 @@ def run_needs(
         if not torchrun.rank():  # the other ranks need not have the text
             check_sources(text.source)
         known = gpus == 1 and not torchrun.rank() and are_files(text.source)
-        known = known and not isinstance(model, PreTrainedModel)
         nsamples = len(load_calibration(text, load_tokenizer(model))) if known else text.nsamples
     sizes = sizes_of(DecoderModel(without_weights(config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen
-    kept, from_gguf = None, not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
-    if not (isinstance(model, PreTrainedModel) or from_gguf):
+    from_gguf = gguf_file(model) is not None
+    kept = None
+    if not from_gguf:
         kept = _image_bytes(model, saved if resolved.rotation.mode != "none" else None)
     checkpoint, partial = disk_needs(sizes, resolved, saved, kept)
     of_rank = dataclasses.replace(sizes, nsamples=math.ceil(nsamples / gpus))

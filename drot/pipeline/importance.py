@@ -72,8 +72,6 @@ class GroupImportance:
         return self._scale(self._hessian_after)
 
     def _scale(self, hessian: InputHessian) -> Tensor | None:
-        if hessian is self._hessian_after and "scale_after" in self.__dict__:
-            return self.scale_after
         pruning, compat = self._recipe.pruning, self._recipe.rotation.reference_compat
         return column_scale(pruning.method, hessian, damping=pruning.damping, reference_compat=compat)
 
@@ -117,7 +115,8 @@ class GroupImportance:
         mean = total = unrotated.new_ones((), dtype=torch.float64)
         for basis, (matrix, hessian) in bases.items():
             score = matrix.to(unrotated.dtype, copy=True).square_()
-            if (scale := self._scale(hessian)) is not None:
+            scale = self.scale_after if hessian is self._hessian_after else self._scale(hessian)
+            if scale is not None:
                 score *= scale[..., None, :]
             if basis == "before":
                 total = score.sum((-2, -1), dtype=torch.float64)

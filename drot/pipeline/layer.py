@@ -84,7 +84,7 @@ def prune_layer(
             writes_in = output_r1 if layer.ends_layer(group) else None
             importance = GroupImportance(group, hessian, recipe, layer.heads, rotation, writes_in)
             if statistics is not None:
-                with _named(layer.index, roles):
+                with located(layer.index, roles):
                     share = pruning.target_weight
                     targets = [dense_target(w, statistics, hessian.factor, share=share) for w in targets]
             del statistics, matrix
@@ -198,22 +198,22 @@ def _prune_group(
     configs = [recipe.pruning.for_linear(role.first.full_name) for role in roles]
     outcomes: list[PruneOutcome] = []
     for role, target, config in zip(roles, targets, configs, strict=True):
-        with _named(index, [role]):
+        with located(index, [role]):
             outcomes.append(prune_once(target, hessian, config, ranks=ranks))
     one_shot: list[dict[str, dict[str, Any]]] = [{} for _ in roles]
     if hessian is not None and importance is not None:
-        with _named(index, roles):
+        with located(index, roles):
             _ = importance.scale_after
             if importance.hessian is not hessian and recipe.pruning.solve != "sparsegpt":
                 hessian.forget_factor()  # before the factor of the other Hessian
         for i, (role, config, outcome) in enumerate(zip(roles, configs, outcomes, strict=True)):
-            with _named(index, [role]):
+            with located(index, [role]):
                 known = outcome.energy if targets is weights else None  # a rotation does not change it
                 one_shot[i] = _one_shot(role, config, outcome.output_error, known, importance, maps, ranks)
         importance.forget()
         if recipe.pruning.solve in ("pcg", "admm"):
             hessian.forget_factor()  # they take H alone, and memory of their own
-        with _named(index, roles):
+        with located(index, roles):
             outcomes = solve_weights(outcomes, targets, hessian, configs, recipe.pruning.solve, ranks)
     figures = []
     for role, outcome, of_role in zip(roles, outcomes, one_shot, strict=True):
@@ -268,8 +268,8 @@ def _one_shot(
 
 
 @contextlib.contextmanager
-def _named(index: int, roles: list[Role]) -> Iterator[None]:
-    """Adds the layer and the linears to a UserError."""
+def located(index: int, roles: list[Role]) -> Iterator[None]:
+    """A context that adds the layer and the linears to a UserError."""
     try:
         yield
     except UserError as error:

@@ -33,6 +33,8 @@ from drot.text.source import tokens_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from drot.pipeline.tokens import TextReader
+
 logger = logging.getLogger("drot")
 #: sequences that are written at once, on a CPU, and at most on a GPU
 BATCH, GPU_BATCH = 32, 512
@@ -74,10 +76,10 @@ def sample(
     """
     is_a("out", out, str, Path)
     is_callable("progress", progress)
-    for name, value in (("tokens", tokens), ("seqlen", seqlen), ("seed", seed)):
-        is_a(name, value, int)
+    is_a("seed", seed, int)
     out = Path(out)
     for name, value, least in (("tokens", tokens, 1), ("seqlen", seqlen, 2)):
+        is_a(name, value, int)
         if value < least:
             raise UserError(f"`{name}` must be at least {least}, got {value}")
     if not 0 <= seed < 2**64:
@@ -94,17 +96,7 @@ def sample(
     return _write(loaded, tokenizer, out, -(-tokens // seqlen), seqlen, seed, progress, SAMPLED)
 
 
-def write_own_text(
-    file: Path,
-    *,
-    recipe: ResolvedRecipe,
-    model: "str | Path | PreTrainedModel",
-    tokenizer: Any,
-    config: Any,
-    device: torch.device,
-    dtype: str | torch.dtype,
-    progress: Progress = silent,
-) -> None:
+def write_own_text(file: Path, recipe: ResolvedRecipe, reader: "TextReader") -> None:
     """Writes the text that a run reads for the source `own`, unless `file` holds it or the run reads none.
 
     The text has WRITTEN times the tokens that the run reads, also for the training of all layers together;
@@ -114,8 +106,10 @@ def write_own_text(
     Raises UserError if the memory does not hold the model, if a run that has begun has no text, and as
     `sample`.
 
-    device, dtype: of a model that is named. A loaded model writes where it lies.
+    reader: has the model; its device and its dtype are those of a model that is named. A loaded model writes
+        where it lies.
     """
+    model, config, device, dtype = reader.model, reader.config, reader.device, reader.dtype
     text = recipe.calibration
     counts = (text.nsamples, recipe.recovery.distill_nsamples)
     tokens = math.ceil(WRITTEN * sum(tokens_of(OWN_SOURCE, text, count) for count in counts))
@@ -139,7 +133,7 @@ def write_own_text(
         logger.warning("%s is a text of another model or of other settings: it is written again", file)
         file.unlink()
     if loads := isinstance(model, str | Path):
-        progress(ProgressEvent(phase="load"))
+        reader.progress(ProgressEvent(phase="load"))
         dtype = computing_dtype(dtype, device)
         _check_memory(config, device, dtype)
         model = load(model, device=device, dtype=dtype)
@@ -147,7 +141,7 @@ def write_own_text(
     with writing(file):
         file.parent.mkdir(exist_ok=True)
     try:
-        _write(model.eval(), tokenizer, file, count, seqlen, text.seed, progress, written_by)
+        _write(model.eval(), reader.tokenizer, file, count, seqlen, text.seed, reader.progress, written_by)
     except torch.OutOfMemoryError:
         raise _too_little_memory(device, "") from None
     finally:

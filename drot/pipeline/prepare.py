@@ -1,7 +1,6 @@
 """The beginning of a run: resolves the recipe, and loads the calibration tokens and the model."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.records import DistillationRecord
+from drot.checkpoint.resume import OWN_TEXT, check_begun, partial_folder
 from drot.checkpoint.source import gguf_file, model_folder, recorded_name
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.rotation import point_of
@@ -26,6 +26,7 @@ from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext, check_unchanged
+from drot.pipeline.identity import known_before_the_text
 from drot.pipeline.tokens import TextReader, given_tokens
 from drot.pipeline.validation import check_prunable, check_recipe, down_width
 
@@ -113,23 +114,21 @@ def prepare(
     save_dtype: str | torch.dtype = "auto",
     rotations_given: bool,
     format: str = "dense",
+    out: Path | None = None,
+    finished: bool = False,
     measures: bool = False,
-    streams: bool = False,
-    own_text: Path | None = None,
-    check: Callable[[ResolvedRecipe], None] = lambda recipe: None,
     progress: Progress,
     ranks: Ranks = ALONE,
 ) -> RunContext:
     """Loads the model and the calibration tokens. Raises UserError for what does not fit.
 
-    The arguments are those of `drot.prune`.
+    The arguments are those of `drot.prune`. With `out`, and for a measurement, the layers of a model that is
+    named by `model` are read from its files when their turn comes, and dropped after it. Otherwise all of
+    them are loaded.
 
     rotations_given: whether the rotations are loaded from a file instead of trained.
+    finished: whether `out` holds the result already.
     measures: whether the run measures output errors, so that it reads calibration text in any case.
-    streams: whether the layers of a model that is named by `model` are read from its files when their turn
-        comes, and dropped after it. Otherwise all of them are loaded.
-    own_text: the file of the text that the model writes, which is read if it exists; None keeps no file.
-    check: called by rank 0 before it reads the text, or lets the model write one.
     ranks: those that share the work. Rank 0 reads the text and shows the progress.
     """
     is_a("model", model, str, Path, PreTrainedModel)
@@ -155,7 +154,11 @@ def prepare(
         source = recorded_name(getattr(config, "_name_or_path", ""))
     else:
         source, tokenizer = recorded_name(model), tokenizer or load_tokenizer(model)
-    ranks.on_first(lambda: check(planned))
+    own_text = None
+    if out is not None:
+        own_text = (out if finished else partial_folder(out)) / OWN_TEXT
+        if not finished:
+            ranks.on_first(lambda: check_begun(out, known_before_the_text(planned)))
     reader = TextReader(
         model=model, tokenizer=tokenizer, config=config, device=target, dtype=dtype,
         progress=progress, ranks=ranks, own_text=own_text,
@@ -166,7 +169,7 @@ def prepare(
         progress(ProgressEvent(phase="load"))
         chosen = computing_dtype(dtype, target)
         folder = model
-        if streams and gguf_file(folder) is None:
+        if (measures or out is not None) and gguf_file(folder) is None:
             model, weights, own = ranks.one_after_the_other(lambda: open_skeleton(folder, chosen))
         else:
             model, own = ranks.one_after_the_other(lambda: _load(folder, chosen, config))

@@ -19,16 +19,9 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
 from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from drot.checkpoint.resume import (
-    OWN_TEXT,
-    RunState,
-    check_begun,
-    check_unfinished,
-    identity_differences,
-    partial_folder,
-)
+from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.save import check_output, check_saves
-from drot.config import Recipe, ResolvedRecipe
+from drot.config import Recipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -42,7 +35,7 @@ from drot.pipeline.batches import check_sequences
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.distill import lacking
-from drot.pipeline.identity import identity_of_parts, known_before_the_text, run_identity
+from drot.pipeline.identity import identity_of_parts, run_identity
 from drot.pipeline.memory import state_bytes
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import prepare
@@ -153,11 +146,6 @@ def prune(
         same = {"recipe": recipe.to_dict(), "out": str(out), "format": format, "resume": resume}
         _check_same(ranks, same | {"drot": __version__, "dtype": str(dtype), "save_dtype": str(save_dtype)})
         finished = ranks.on_first(lambda: _enter(opened, out, rotations_out, recipe, resume))
-
-        def check(resolved: ResolvedRecipe) -> None:
-            if out is not None and not finished:
-                check_begun(out, known_before_the_text(resolved))
-
         context = prepare(
             model,
             recipe,
@@ -169,9 +157,8 @@ def prune(
             save_dtype=save_dtype,
             rotations_given=rotations is not None,
             format=format,
-            streams=out is not None,
-            own_text=None if out is None else (out if finished else partial_folder(out)) / OWN_TEXT,
-            check=check,
+            out=out,
+            finished=finished,
             progress=progress if ranks.first else silent,
             ranks=ranks,
         )

@@ -67,15 +67,14 @@ class PruningRun:
 
     def _prune_layers(self, state: RunState | None) -> None:
         run, recipe = self.context, self.context.recipe
-        distills = recipe.recovery.distill_epochs > 0
         if recipe.pruning.token_weights == "gradient":
             run.token_weights = weigh_tokens(run, state)
         else:
             with run.during("check"):
                 check_outputs(run.model, run.tokens[:1], run.device)
-        known, records = self._known_rotations(state)
-        load = partial(steps.load_rotation, run, state) if state else None
-        found = known or RotationsOfLayers(load)
+        known, records = self.known_rotations(state)
+        trained = RotationsOfLayers(partial(steps.load_rotation, run, state) if state else None)
+        found = known or trained
         check = None
         if run.rotates:
             with run.during("check"):
@@ -83,7 +82,7 @@ class PruningRun:
         with run.during("calibrate"):
             stream = embed(run, run.tokens, state)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
-            further = further_states(run, stream) if distills else None
+            further = further_states(run, stream) if recipe.recovery.distill_epochs else None
 
         bases: list[Tensor] = []  # in which the first layer reads, and in which each layer writes
         for layer in on_device(run.model.layers, run.device, run.home):
@@ -92,29 +91,23 @@ class PruningRun:
             given = known.get(layer.index)
             rotation = given and given.to(run.device)
             work = LayerWork(layer, stream, dense, further, check, rotation, boundary, record)
-            if (saved := steps.load(state, layer) if state else None) is not None:
+            if not (state and steps.restore(run, work, state)):
+                if run.rotates and work.rotation is None:
+                    steps.rotate(run, work)
                 run.begin()
-                steps.restore(run, work, saved)
-                steps.advance(run, work)
-            else:
                 if run.rotates:
-                    if work.rotation is None:
-                        steps.calibrate(run, work)
-                        steps.rotate(run, work)
-                    run.begin()
                     steps.merge(run, work)
-                run.begin()
                 steps.prune(run, work)
                 if recipe.recovery.recover == "block":
                     steps.recover(run, work)
-                steps.advance(run, work)
+            steps.advance(run, work)
             if run.rotates:
                 steps.unrotate(run, work)
-            if isinstance(found, RotationsOfLayers) and work.rotation is not None and given is None:
-                found.keep(layer.index, work.rotation.to("cpu"))
+            if work.rotation is not None and given is None:
+                trained.keep(layer.index, work.rotation.to("cpu"))
             if work.rotation is not None and work.output_r1 is not None:
                 bases = [*(bases[:1] or [work.rotation.r1]), work.output_r1]
-            self._keep(work, found, packs=not distills)
+            self._keep(work, found)
             if state and not work.restored:
                 steps.save(run, work, state, known=given is not None)
         if check is not None:
@@ -147,7 +140,7 @@ class PruningRun:
         run = self.context
         return self.given is None and run.rotates and run.recipe.rotation.hessians == "dense"
 
-    def _known_rotations(
+    def known_rotations(
         self, state: RunState | None
     ) -> tuple[Mapping[int, LayerRotation], Mapping[int, dict[str, Any]]]:
         """The rotations that are known before the pruning, and what their training adds to the records."""
@@ -162,9 +155,9 @@ class PruningRun:
         trained, records = train_layers(run, state)
         return trained, {index: {"rotation": record} for index, record in records.items()}
 
-    def _keep(self, work: LayerWork, rotations: Mapping[int, LayerRotation], *, packs: bool) -> None:
-        """rotations: those of this layer and of the layers before it. packs: as in `steps.finish`."""
-        zeros, weights = steps.finish(self.context, work, rotations, packs=packs)
+    def _keep(self, work: LayerWork, rotations: Mapping[int, LayerRotation]) -> None:
+        """Takes over the results of a layer. rotations: as in `steps.finish`."""
+        zeros, weights = steps.finish(self.context, work, rotations)
         self._zeros, self._weights = self._zeros + zeros, self._weights + weights
         self.layers.append(work.record)
         for name, values in work.maps.items():

@@ -16,7 +16,6 @@ from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
 from drot.config import Recipe, ResolvedPruning, ResolvedRecipe, Sparsity, resolve
 from drot.core.checks import is_a
-from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name
@@ -27,11 +26,11 @@ from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
 from drot.pipeline.identity import calibration_record
 from drot.pipeline.invariance import ModelCheck
-from drot.pipeline.layer import fill_missing
+from drot.pipeline.layer import Role, fill_missing, located
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given, with_given_r3
+from drot.pipeline.run import PruningRun
 from drot.pipeline.states import embed
-from drot.pipeline.training import train_layers, train_shared
 from drot.pipeline.weigh import weigh_tokens
 from drot.pruning import prune_once, solve_weights
 
@@ -128,19 +127,13 @@ def sensitivity(
         dtype=dtype,
         rotations_given=rotations is not None,
         measures=True,
-        streams=True,
         progress=progress,
     )
     with _scratch(run) as state:
         if run.recipe.pruning.token_weights == "gradient":
             run.token_weights = weigh_tokens(run, state)
-        used: Mapping[int, LayerRotation] = {}
-        if rotations is not None:
-            used = read_given(run, Path(rotations)).rotations
-        elif run.rotates and recipe.rotation.mode == "shared":
-            used = dict(enumerate(train_shared(run, state)[0]))
-        elif run.rotates:
-            used, _ = train_layers(run, state)
+        given = None if rotations is None else read_given(run, Path(rotations))
+        used, _ = PruningRun(run, given).known_rotations(state)
         errors, error = _errors(run, used, measured, state)
     figures = {
         "base_model": run.source,
@@ -213,11 +206,9 @@ def _output_errors(
                 of_linear[str(sparsity)] = None
                 if sparsity.structured and weight.shape[1] % sparsity.m:
                     continue
-                try:
+                with located(layer.index, [Role([linear])]):
                     outcome = prune_once(weight, hessian, pruning, total=total)
                     (outcome,) = solve_weights([outcome], [weight], hessian, [pruning], pruning.solve)
-                except UserError as error:
-                    raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
                 total = outcome.energy
                 assert isinstance(outcome.output_error, float)
                 of_linear[str(sparsity)] = outcome.output_error

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from drot.calibration.lent import Lent
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.records import PlaceOfStates
 from drot.checkpoint.resume import RunState
@@ -15,8 +14,7 @@ from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.spool import Spool
-from drot.machine.transfer import empty_on, empty_on_host, return_pinned_memory
-from drot.model.decoder import BY_SEQUENCE
+from drot.machine.transfer import empty_on_host, return_pinned_memory
 from drot.pipeline.memory import device_memory, further_bytes, main_memory, pass_bytes, state_bytes
 from drot.pipeline.sizes import Sizes
 
@@ -55,19 +53,11 @@ def place_of_states(
 
 
 def further_states(run: "RunContext", beside: CalibrationStream) -> CalibrationStream:
-    """The input of the first layer for the tokens of a training of all layers, where `beside` lies too.
-
-    beside: a stream of sequences of the same length, which have the same arguments of the layers.
-    """
+    """The input of the first layer for the tokens of a training of all layers, where `beside` lies too."""
     assert run.distill_tokens is not None
-    tokens = run.distill_tokens[run.ranks.rank :: run.ranks.size]
-    hidden_states, recorded = run.model.record(tokens, beside.empty or partial(empty_on, run.device))
-    arguments = [
-        known | {name: found[name] for name in found.keys() & BY_SEQUENCE}
-        for known, found in zip(beside.layer_kwargs, recorded, strict=True)
-    ]
-    lent = Lent(len(tokens), run.device, beside.empty) if run.model.lends_keys else None
-    return CalibrationStream(hidden_states, arguments, run.device, beside.empty, run.ranks, lent=lent)
+    return CalibrationStream.embed(
+        run.model, run.distill_tokens, run.device, empty=beside.empty, ranks=run.ranks
+    )
 
 
 def embed(run: "RunContext", tokens: Tensor, state: RunState | None) -> CalibrationStream:

@@ -21,7 +21,6 @@ from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import recover_layer
 from drot.pipeline.saved_layer import as_saved, load_tensors, round_layer
 from drot.pipeline.training import own_r3, train
-from drot.rotation.objective import LayerObjective
 
 #: End of the name of the part with what a run needs beside a finished layer: its rotation in fp64, unless it
 #: was known before the pruning, and the maps of the importance of its weights.
@@ -45,7 +44,6 @@ class LayerWork:
     rotation: on the device of the run, to which it is copied once.
     boundary: the boundary of the residual that the layer has to hold, or that inside of the layer.
     output_r1: R1 [d, d] of the basis in which the layer writes; None is the original basis.
-    objective: the objective of the rotation, until it is trained.
     layer_pass: the pass of the tokens through the layer while it is pruned.
     record: the entry of the layer in the manifest.
     maps: `<name of a linear>.<map>` → the maps of the importance of its weights.
@@ -61,7 +59,6 @@ class LayerWork:
     boundary: Boundary | None
     record: dict[str, Any]
     output_r1: Tensor | None = None
-    objective: LayerObjective | None = None
     layer_pass: LayerPass | None = None
     maps: dict[str, Tensor] = field(default_factory=dict)
     restored: bool = False
@@ -76,23 +73,18 @@ class LayerWork:
         return [stream for stream in (self.dense, self.further) if stream is not None]
 
 
-def calibrate(run: RunContext, work: LayerWork) -> None:
-    """Computes the Hessians of the layer's inputs, and from them the objective of its rotation."""
+def rotate(run: RunContext, work: LayerWork) -> None:
+    """Trains the rotation for the Hessians of the layer's inputs."""
+    index = work.layer.index
     with run.during("calibrate", work.layer, announced=True):
         first = work.stream.first_samples(len(run.training_tokens))
-        work.objective, work.record["damping"] = layer_objective(work.layer, first, run.recipe)
-
-
-def rotate(run: RunContext, work: LayerWork) -> None:
-    """Trains the rotation."""
-    assert work.objective is not None
-    index = work.layer.index
-    (trained,), record = train(run, [work.objective], index, run.ranks)
+        objective, damping = layer_objective(work.layer, first, run.recipe)
+    assert objective is not None
+    (trained,), record = train(run, [objective], index, run.ranks)
     work.rotation = own_r3(run, {index: trained})[index]
-    work.objective = None
     if run.bases.place == "inside":
         work.boundary = run.bases.held(index, {index: work.rotation})
-    work.record["rotation"] = record | {"damping": work.record.pop("damping")}
+    work.record["rotation"] = record | {"damping": damping}
 
 
 def merge(run: RunContext, work: LayerWork) -> None:
@@ -184,13 +176,12 @@ def unrotate(run: RunContext, work: LayerWork) -> None:
             stream.rotate(work.output_r1.T)
 
 
-def finish(
-    run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotation], *, packs: bool
-) -> tuple[int, int]:
+def finish(run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotation]) -> tuple[int, int]:
     """Brings the layer into the form of the checkpoint. Returns the zeros and the weights of its linears.
 
+    Linears that are trained after this are not packed yet.
+
     rotations: those of this layer and of the layers before it, for the boundary of the layer's input.
-    packs: whether linears are packed if the format is; False if they are trained after this.
     """
     layer = work.layer
     boundary = run.bases.held(layer.index, rotations) if run.bases.place == "input" else None
@@ -199,7 +190,7 @@ def finish(
     elif boundary is not None:
         layer.hold(boundary, run.ranks)
     with run.during("save", layer):
-        return as_saved(layer, run.save_dtype, run.dense_linears if packs else None)
+        return as_saved(layer, run.save_dtype, run.dense_linears if work.further is None else None)
 
 
 def save(run: RunContext, work: LayerWork, state: RunState, *, known: bool) -> None:
@@ -215,13 +206,6 @@ def save(run: RunContext, work: LayerWork, state: RunState, *, known: bool) -> N
         state.save_later({name: (stored_tensors(work.layer), work.record), name + RUN_SUFFIX: (beside, None)})
 
 
-def load(state: RunState, layer: DecoderLayer) -> tuple[dict[str, Tensor], dict[str, Tensor], Any] | None:
-    """What `save` wrote of a layer: its tensors, those beside them, and its record; None if it is missing."""
-    name = part_of(layer)
-    shard, beside = state.load(name), state.load(name + RUN_SUFFIX)
-    return None if shard is None or beside is None else (shard[0], beside[0], shard[1])
-
-
 def load_rotation(run: RunContext, state: RunState, index: int) -> LayerRotation:
     """The rotation that `save` wrote of a layer, on rank 0."""
     assert run.ranks.first, "the other ranks need the rotations of two layers, which lie in memory"
@@ -229,11 +213,17 @@ def load_rotation(run: RunContext, state: RunState, index: int) -> LayerRotation
     return LayerRotation.from_tensors(tensors, ROTATION_PREFIX)
 
 
-def restore(
-    run: RunContext, work: LayerWork, saved: tuple[dict[str, Tensor], dict[str, Tensor], Any]
-) -> None:
-    """Loads a finished layer, which `save` wrote, in place of the steps up to `merge` and `prune`."""
-    tensors, beside, work.record = saved
+def restore(run: RunContext, work: LayerWork, state: RunState) -> bool:
+    """Loads a finished layer, which `save` wrote, in place of the steps up to `merge` and `prune`.
+
+    Returns whether there is one.
+    """
+    layer, name = work.layer, part_of(work.layer)
+    shard, saved = state.load(name), state.load(name + RUN_SUFFIX)
+    if shard is None or saved is None:
+        return False
+    run.begin()
+    (tensors, work.record), (beside, _) = shard, saved
     work.restored = True
     work.maps = {
         name.removeprefix(MAP_PREFIX): values
@@ -244,11 +234,10 @@ def restore(
         if work.rotation is None:
             work.rotation = LayerRotation.from_tensors(beside, ROTATION_PREFIX).to(run.device)
         if run.bases.place == "inside":
-            work.boundary = run.bases.held(work.layer.index, {work.layer.index: work.rotation})
+            work.boundary = run.bases.held(layer.index, {layer.index: work.rotation})
         _check(run, work)
-        with run.during("merge", work.layer):
+        with run.during("merge", layer):
             _enter_basis(run, work)
-    layer = work.layer
     if work.of_dense_model:
         with run.during("calibrate", layer):
             dense = layer.copy()
@@ -257,6 +246,7 @@ def restore(
             for stream in work.of_dense_model:
                 stream.advance(dense)
     load_tensors(layer, tensors, run.bases)
+    return True
 
 
 def part_of(layer: DecoderLayer) -> str:

@@ -120,10 +120,7 @@ class TextReader:
             )
         check_seqlen(text.seqlen, self.config)  # before the text is tokenised, which may take a minute
         check_sources(text.source)  # before the model writes one
-        write_own_text(
-            own, recipe=recipe, model=self.model, tokenizer=self.tokenizer, config=self.config,
-            device=self.device, dtype=self.dtype, progress=self.progress,
-        )  # fmt: skip
+        write_own_text(own, recipe, self)
         return load_calibration(text, self.tokenizer, self.progress, own=own)
 
     def _further(

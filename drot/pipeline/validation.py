@@ -5,31 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from drot.checkpoint.quantization_config import (
-    QUANT_METHOD,
-    quantization_config_of,
-    refuse_quantised,
-)
+from drot.checkpoint.quantization_config import QUANT_METHOD, quantization_config_of, refuse_quantised
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import down_widths, family_of, linear_names, linear_shapes
 from drot.model.sizes import check_down_block, check_seqlen, experts_of, vocabulary_of
 from drot.sparse.packed import dense_linears
-
-#: width of a linear's inputs → what it is in a model's config
-INPUT_IN_WORDS = {
-    "hidden": "hidden size",
-    "query": "input of o_proj (heads * head_dim)",
-    "kv": "kv_heads * head_dim",
-    "mlp": "intermediate size",
-    "expert": "intermediate size of an expert",
-    "shared": "intermediate size of the shared experts",
-    "latent_q": "q_lora_rank",
-    "latent_kv": "kv_lora_rank",
-    "mla_value": "input of o_proj (heads * v_head_dim)",
-    "linear_value": "input of out_proj (linear_num_value_heads * linear_value_head_dim)",
-}
 
 
 def check_prunable(config: Any) -> None:
@@ -117,13 +99,12 @@ def _check_patterns(config: Any, pruning: PruningConfig) -> None:
                 f"{config.num_hidden_layers} layers: {first} is the name of a linear, which layers.0.* and "
                 f"{names[first].name} match"
             )
-    for name, linear in names.items():
-        sparsity, size = pruning.sparsity_for(name), shapes[name][1]
+    for name, (_, size) in shapes.items():
+        sparsity = pruning.sparsity_for(name)
         if sparsity.structured and size % sparsity.m:
             raise UserError(
-                f"{sparsity} of {name} needs dimensions that are multiples of {sparsity.m}; this model's "
-                f"{INPUT_IN_WORDS[linear.shape[1]]} is {size}: choose another n:m or a ratio as `sparsity` "
-                "or `sparsity_of`"
+                f"{sparsity} of {name} needs dimensions that are multiples of {sparsity.m}; got {size} "
+                "inputs: choose another n:m or a ratio as `sparsity` or `sparsity_of`"
             )
 
 
@@ -150,22 +131,17 @@ def _check_boundary(config: Any, rotation: ResolvedRotation, rotations_given: bo
             f"`layers_per_rotation` must be below the number of layers, {layers}; got {sharing}: use "
             '`mode="shared"` for one R1 of all layers'
         )
-    if sharing > 1 and rotation.hessians != "dense" and not rotations_given:
-        raise UserError(
-            "`layers_per_rotation` above 1 trains the rotations of several layers before any of them is "
-            f'pruned; got `hessians="{rotation.hessians}"`: use `hessians="dense"`'
-        )
     if rotation.mode == "layer" and (place == "inside") != inside:
         why = "whose residual stream " + ("cannot rotate" if inside else "rotates")
         raise UserError(
             f"`boundary` must be auto or {'inside' if inside else 'input or residual'} for a model of type "
             f'{config.model_type!r}, {why}; got "{place}": leave it out'
         )
-    if place == "residual" and rotation.hessians != "dense" and not rotations_given:
+    if (sharing > 1 or place == "residual") and rotation.hessians != "dense" and not rotations_given:
+        option = "`layers_per_rotation` above 1" if sharing > 1 else '`boundary="residual"`'
         raise UserError(
-            '`boundary="residual"` needs the rotation of the next layer before a layer is pruned; got '
-            f'`hessians="{rotation.hessians}"`: use `hessians="dense"`, or name a file of '
-            "`rotations`"
+            f"{option} needs the rotations of later layers before a layer is pruned; got "
+            f'`hessians="{rotation.hessians}"`: use `hessians="dense"`, or name a file of `rotations`'
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from runs import (
     TOKENS,
+    assert_opens,
     assert_patterns,
     assert_same_weights,
     interrupted,
@@ -16,7 +17,6 @@ from runs import (
     saved_tensors,
 )
 from small_models import INSIDE, random_tokens, relative_error, save_small_model, small_model
-from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.disk_space import weight_file_bytes
@@ -112,17 +112,7 @@ def test_stock_has_no_module_of_drot(family, tmp_path):
 def test_a_checkpoint_is_the_model_in_memory(family, save_dtype, tmp_path):
     result = prune(small_model(family), one_shot(), out=tmp_path / "out", save_dtype=save_dtype)
     assert_patterns(result.model, one_shot().pruning)
-    tokens, options = random_tokens(2, 30, seed=5), dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype="auto", output_loading_info=True
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
-    cached, plain = (loaded.generate(tokens, **options, use_cache=cache) for cache in (True, False))
-    assert torch.equal(cached, plain)
-    loaded.save_pretrained(tmp_path / "again")
-    again = drot.load(tmp_path / "again", device="cpu")
-    assert torch.equal(again(tokens).logits, result.model(tokens).logits)
+    assert_opens(tmp_path / "out", result.model, tmp_path / "again")
 
 
 def test_copies_pickles_and_removal():

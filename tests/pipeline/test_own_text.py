@@ -157,6 +157,10 @@ def rows_of(folder):
     return [json.loads(line)["text"] for line in (folder / OWN).read_text().splitlines()]
 
 
+def cut_off_after_the_text(folder, out):
+    runs.interrupted(folder / "model", recipe(), out=out, at=("tokenize",), calibration=None)
+
+
 def test_a_run_reads_half_of_its_tokens_from_the_model(made, tmp_path):
     """In sequences that follow each other, beside as many at random places of the other text."""
     chosen = recipe(made)
@@ -226,12 +230,7 @@ def test_the_text_is_written_once(made, tmp_path):
 
 
 def test_a_run_that_ends_after_the_text_goes_on_with_it(made, tmp_path):
-    def stop(event):
-        if event.phase == "tokenize":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(made, tmp_path / "out", progress=stop)
+    cut_off_after_the_text(made, tmp_path / "out")
     assert [file.name for file in (tmp_path / "out.partial").iterdir()] == [OWN]
     phases = []
     prune(made, tmp_path / "out", resume=True, progress=lambda event: phases.append(event.phase))
@@ -239,54 +238,33 @@ def test_a_run_that_ends_after_the_text_goes_on_with_it(made, tmp_path):
 
 
 def test_a_run_that_reads_another_text_does_not_keep_it(made, tmp_path):
-    def stop(event):
-        if event.phase == "tokenize":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(made, tmp_path / "out", progress=stop)
+    cut_off_after_the_text(made, tmp_path / "out")
     other = recipe().replace(source=f"{made}/text.txt")
     prune(made, tmp_path / "out", other, resume=True)
     assert OWN not in {file.name for file in (tmp_path / "out").iterdir()}
 
 
 def test_a_run_of_another_text_is_told_so_before_the_model_writes_one(made, tmp_path):
-    phases = []
-
-    def stop(event):
-        phases.append(event.phase)
-        if (event.phase, event.layer) == ("prune", 1):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(made, tmp_path / "out", recipe().replace(source=f"{made}/text.txt"), progress=stop)
-    phases.clear()
+    phases, other = [], recipe().replace(source=f"{made}/text.txt")
+    runs.interrupted(made / "model", other, out=tmp_path / "out", calibration=None)
     for chosen, line in (
         (recipe(), f"it has no {OWN}, so its run read another text"),
         (recipe(seed=1), "calibration.seed: 0 in the unfinished run, 1 now; repeat the settings"),
     ):
         with pytest.raises(drot.UserError, match=line):
-            prune(made, tmp_path / "out", chosen, resume=True, progress=stop)
+            prune(made, tmp_path / "out", chosen, resume=True, progress=lambda e: phases.append(e.phase))
     assert not {"sample", "tokenize", "load"} & set(phases)
 
 
 @pytest.mark.parametrize("changes", [dict(seed=1), dict(model=True), dict(damaged=True)])
 def test_a_text_of_another_run_is_written_again(made, tmp_path, caplog, changes):
     """A run that ended before its first layer left its text, and no journal that says what run it was."""
-
-    def stop(event):
-        if event.phase == "tokenize":
-            raise KeyboardInterrupt
-
-    text = tmp_path / "out.partial" / OWN
-    with pytest.raises(KeyboardInterrupt):
-        prune(made, tmp_path / "out", progress=stop)
-    before = text.read_bytes()
-    source = made
+    text, source = tmp_path / "out.partial" / OWN, made
+    cut_off_after_the_text(made, tmp_path / "out")
     if changes.pop("model", False):
         shutil.copytree(made, source := tmp_path / "made")
     if changes.pop("damaged", False):
-        text.write_bytes(b"[]\n" + before)
+        text.write_bytes(b"[]\n" + text.read_bytes())
     prune(source, tmp_path / "out", recipe(source, **changes), resume=True)
     assert "of another model or of other settings: it is written again" in caplog.text
     prune(source, tmp_path / "new", recipe(source, **changes))

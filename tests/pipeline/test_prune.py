@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import (
+    assert_opens,
     assert_patterns,
     assert_same_weights,
     interrupted,
@@ -19,7 +20,6 @@ from runs import (
 )
 from safetensors.torch import load_file, save_file
 from small_models import WITHOUT_EXPERTS, random_tokens, relative_error, save_small_model, small_model
-from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.card import card
@@ -118,12 +118,7 @@ def test_rotations_that_were_trained_before_a_crash_are_kept(tmp_path):
 
 def test_layer_rotations_load_with_from_pretrained_and_save_again(tmp_path):
     result = prune(out=tmp_path / "out")
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    model.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    tokens = random_tokens(1, 20)
-    assert torch.equal(again(tokens).logits, result.model(tokens).logits)
+    assert_opens(tmp_path / "out", result.model, tmp_path / "again")
     names = saved_tensors(tmp_path / "out").keys()
     assert sum("residual_rotation" in name for name in names) == 2  # three layers, two boundaries
 

@@ -62,13 +62,7 @@ def test_the_state_of_torch_changes_no_byte(state, tmp_path):
 def test_a_model_that_a_failed_run_has_changed_is_refused(mode):
     """It would be pruned as the dense model, or rotated twice."""
     model = small_model("llama")
-
-    def stop(event):
-        if event.phase == "prune" and event.layer == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        runs.prune(model, one_shot(mode), progress=stop)
+    runs.interrupted(model, one_shot(mode))
     for call in (runs.prune, lambda *given: drot.sensitivity(*given, calibration=TOKENS, device="cpu")):
         with pytest.raises(UserError, match="a run that failed may have changed a part of it: load it again"):
             call(model, one_shot(mode))
