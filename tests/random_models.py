@@ -8,50 +8,24 @@ import torch
 from hypothesis import strategies as st
 from small_models import FAMILIES, is_available, random_tokens, small_model
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 #: the plain members of FAMILIES, whose settings `settings_of_models` replaces
 BARE = sorted({family.partition("-")[0] for family in FAMILIES if is_available(family)})
+
+
+def having(*names: str) -> dict[str, str]:
+    """Family → which entry of `names` its config has, of those small models that have one."""
+    return {
+        family.partition("-")[0]: name
+        for family, settings in FAMILIES.items()
+        for name in names
+        if name in settings
+    }
+
+
 #: mixture of experts → the entry of its config with the number of experts
-MIXTURES = {
-    "qwen3_moe": "num_experts",
-    "qwen2_moe": "num_experts",
-    "qwen3_next": "num_experts",
-    "qwen3_5_moe_text": "num_experts",
-    "mixtral": "num_local_experts",
-    "glm4_moe": "n_routed_experts",
-    "deepseek_v3": "n_routed_experts",
-    "gpt_oss": "num_local_experts",
-    "granitemoe": "num_local_experts",
-    "minimax_m2": "num_local_experts",
-    "glm4_moe_lite": "n_routed_experts",
-    "olmoe": "num_experts",
-    "flex_olmo": "num_experts",
-    "ernie4_5_moe": "moe_num_experts",
-    "deepseek_v2": "n_routed_experts",
-    "dots1": "n_routed_experts",
-    "solar_open": "n_routed_experts",
-    "exaone_moe": "num_experts",
-    "hy_v3": "num_experts",
-    "mellum": "num_experts",
-    "deepseek_v32": "n_routed_experts",
-    "glm_moe_dsa": "n_routed_experts",
-    "lfm2_moe": "num_experts",
-    "flint": "num_experts",
-    "kolibri1": "num_experts",
-    "laguna": "num_experts",
-    "afmoe": "num_experts",
-    "sarvam_mla": "n_routed_experts",
-    "mistral4": "n_routed_experts",
-    "mimo_v2_flash": "n_routed_experts",
-    "cohere2_moe": "num_experts",
-    "kimi_linear": "num_local_experts",
-    "granitemoeshared": "num_local_experts",
-    "granitemoe_swa": "num_local_experts",
-    "granitemoehybrid": "num_local_experts",
-    "hunyuan_v1_moe": "num_experts",
-    "gemma4_text": "num_experts",
-    "nemotron_h": "n_routed_experts",
-}
+MIXTURES = having("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Granite's mixtures
 GRANITE = ("granitemoe", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
 #: mixtures whose router divides the experts into groups
@@ -63,46 +37,18 @@ GROUPED = (
 OTHERS_IN_FP32 = ("nemotron_h", "ernie4_5_moe", "deepseek_v2", "hy_v3", "flint", "kolibri1", "hunyuan_v1_moe")
 ROUTERS_IN_FP32 = (*GROUPED, *OTHERS_IN_FP32)
 #: mixture of experts → the entry of its config with the number of shared experts
-SHARED = {
-    "glm4_moe": "n_shared_experts",
-    "deepseek_v3": "n_shared_experts",
-    "glm4_moe_lite": "n_shared_experts",
-    "ernie4_5_moe": "moe_num_shared_experts",
-    "deepseek_v2": "n_shared_experts",
-    "dots1": "n_shared_experts",
-    "solar_open": "n_shared_experts",
-    "exaone_moe": "num_shared_experts",
-    "hy_v3": "num_shared_experts",
-    "deepseek_v32": "n_shared_experts",
-    "glm_moe_dsa": "n_shared_experts",
-    "sarvam_mla": "n_shared_experts",
-    "mistral4": "n_shared_experts",
-    "cohere2_moe": "num_shared_experts",
-    "kimi_linear": "n_shared_experts",
-    "afmoe": "num_shared_experts",
-}
+SHARED = having("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+del SHARED["nemotron_h"]  # whose entry with their width counts
 #: families whose shared experts have a width of their own
-SHARED_WIDTH = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "flint", "kolibri1", "laguna")
+SHARED_WIDTH = having("shared_expert_intermediate_size")
 #: families some of whose layers have a linear attention
-LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LINEAR_ATTENTION = having("linear_num_key_heads")
 #: families some of whose layers have a short convolution or a Mamba → the name of such a layer
 CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv", "lfm3": "conv", "granitemoehybrid": "linear_attention"}
 #: those whose full attention has heads of another size
-GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+GEMMA4 = having("global_head_dim")
 #: families with a latent attention
-LATENT_ATTENTION = (
-    *(
-        "deepseek_v3",
-        "youtu",
-        "minicpm3",
-        "glm4_moe_lite",
-        "deepseek_v2",
-        "deepseek_v32",
-        "glm_moe_dsa",
-        "sarvam_mla",
-    ),
-    *("kimi_linear", "mistral4"),
-)
+LATENT_ATTENTION = having("kv_lora_rank")
 #: those whose config demands a hidden size that the heads divide
 DIVIDED = (
     *("llama", "exaone", "cwm", "arcee", "minicpm3", "gemma2", "gemma3_text", "deepseek_v2"),
@@ -112,6 +58,9 @@ DIVIDED = (
 ONE_HEAD_DIM = (
     *("phi3", "cohere", "cohere2", "opt", "olmoe", "flex_olmo", "lfm2", "lfm2_moe", "granitemoehybrid"),
 )
+#: families some of whose layers attend to the last tokens alone, but for LFM3, which is in CONVOLUTIONS
+SLIDING = {f for f, settings in FAMILIES.items() if "sliding_attention" in settings.get("layer_types", ())}
+SLIDING = SLIDING - {"lfm3"} | {"gemma2"}
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -323,53 +272,10 @@ def settings_of_models(
             chosen["head_dim"] = None
     if family in ("granite", "granite_swa", *GRANITE, *ONE_HEAD_DIM) and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
-    if family in (
-        "llama",
-        "qwen3",
-        "smollm3",
-        "seed_oss",
-        "granite",
-        "glm4_moe",
-        "gpt_oss",
-        "hunyuan_v1_dense",
-        "gemma",
-        "glm",
-        "cohere",
-        "cohere2",
-        "arcee",
-        "apertus",
-        "apertus1p5_text",
-        "youtu",
-        "minicpm3",
-        "deepseek_v3",
-        *GRANITE,
-        "hunyuan_v1_moe",
-        "glm4_moe_lite",
-        "olmoe",
-        "flex_olmo",
-        "exaone",
-        "deepseek_v2",
-        "dots1",
-        "solar_open",
-        "hy_v3",
-        "mellum",
-        "deepseek_v32",
-        "glm_moe_dsa",
-        "helium",
-        "internlm3",
-        "iquestcoder",
-        "hyperclovax",
-        "granite_swa",
-        "lfm3",
-        "flint",
-        "laguna",
-        "afmoe",
-        "sarvam_mla",
-        "mistral4",
-        "mimo_v2_flash",
-        "cohere2_moe",
-    ):
-        chosen["attention_bias"] = draw(st.booleans())
+    config = CONFIG_MAPPING[family]()
+    for bias in ("attention_bias", "mlp_bias"):
+        if hasattr(config, bias) and family != "jais2":  # which must have both
+            chosen[bias] = draw(st.booleans())
     if family in (*LINEAR_ATTENTION, *CONVOLUTIONS, "kimi_linear"):
         other = CONVOLUTIONS.get(family, "linear_attention")
         types = [other, "full_attention"]  # both: the cache of full attention counts the tokens
@@ -383,7 +289,7 @@ def settings_of_models(
         chosen["num_hidden_layers"] = len(chosen["layer_types"])
         chosen |= dict(mamba_num_heads=heads, n_groups=kv_heads, mamba_head_dim=4 * draw(st.integers(1, 3)))
         chosen |= dict(ssm_state_size=draw(st.integers(4, 8)), chunk_size=draw(st.sampled_from([4, 8])))
-        chosen |= {f"{of}_bias": draw(st.booleans()) for of in ("use", "use_conv", "mlp")}
+        chosen |= {f"{of}_bias": draw(st.booleans()) for of in ("use", "use_conv")}
         chosen["layer_norm_epsilon"] = chosen.pop("rms_norm_eps")
         chosen["mlp_hidden_act"] = draw(st.sampled_from(["relu2", chosen.pop("hidden_act")]))
         chosen["moe_shared_expert_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
@@ -424,22 +330,6 @@ def settings_of_models(
         chosen["norm_epsilon"] = chosen["rms_norm_eps"]
     if family in ("apertus", "apertus1p5_text"):
         chosen["hidden_act"] = draw(st.sampled_from(["xielu", "silu"]))
-    if family in (
-        "llama",
-        "exaone",
-        "smollm3",
-        "seed_oss",
-        "granite",
-        "arcee",
-        "minicpm3",
-        "deepseek_v2",
-        "hy_v3",
-        "helium",
-        "iquestcoder",
-        "hyperclovax",
-        "granite_swa",
-    ):
-        chosen["mlp_bias"] = draw(st.booleans())
     if family == "internlm3":
         chosen["mlp_bias"] = chosen["attention_bias"]
     if family == "laguna":
@@ -465,8 +355,6 @@ def settings_of_models(
         chosen["attention_multiplier"] = draw(st.sampled_from([0.22, 1.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)
-    if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text", "vaultgemma", *GEMMA4):
-        chosen["attention_bias"] = draw(st.booleans())
     if family in ("gemma2", "gemma3_text", "vaultgemma"):
         chosen["query_pre_attn_scalar"] = draw(st.sampled_from([4, 256]))
     if family in ("gemma2", "gemma3_text", "vaultgemma", *GEMMA4):
@@ -482,27 +370,7 @@ def settings_of_models(
     if family in ("gemma2", "vaultgemma"):
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
-    if family in (
-        "olmo3",
-        "exaone4",
-        "cwm",
-        "gemma2",
-        "gemma3_text",
-        "cohere2",
-        "exaone_moe",
-        "mellum",
-        "ministral",
-        "vaultgemma",
-        "granite_swa",
-        "granitemoe_swa",
-        "flint",
-        "kolibri1",
-        "laguna",
-        "afmoe",
-        "mimo_v2_flash",
-        "cohere2_moe",
-        *GEMMA4,
-    ):
+    if family in SLIDING:
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5

@@ -10,10 +10,10 @@ COMMON = dict(
     max_position_embeddings=128,
     bos_token_id=0,
     eos_token_id=1,
+    tie_word_embeddings=False,
 )
 #: the last layer attends to all tokens, the others to the last ones
-LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
-SLIDING = dict(sliding_window=8, layer_types=LAYER_TYPES)
+SLIDING = dict(sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
 #: a mixture of experts
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 #: the second layer has keys and values, the others a state
@@ -38,6 +38,8 @@ ROUTED = dict(
     moe_intermediate_size=24,
     n_shared_experts=2,
 )
+#: an indexer chooses the tokens that a token attends to
+INDEXED = dict(index_topk=6, index_n_heads=2, index_head_dim=16)
 #: the multipliers of Granite
 GRANITE = dict(
     residual_multiplier=0.6, embedding_multiplier=3.0, attention_multiplier=0.3, logits_scaling=2.0
@@ -59,7 +61,6 @@ MAMBA_OF_NEMOTRON = dict(
     n_groups=2,
     chunk_size=8,
     pad_token_id=2,
-    tie_word_embeddings=False,
 )
 #: full attention has heads of another size, and its keys are its values
 GEMMA4 = dict(
@@ -77,16 +78,15 @@ OLMOE = dict(
     norm_topk_prob=True,
     attention_bias=True,
     pad_token_id=2,
-    tie_word_embeddings=False,
 )
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
-    "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
-    "mistral": dict(head_dim=12, sliding_window=16, tie_word_embeddings=False),
+    "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True),
+    "mistral": dict(head_dim=12, sliding_window=16),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen2-sliding": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "qwen3": dict(head_dim=16, tie_word_embeddings=True),
-    "qwen3-biased": dict(head_dim=16, attention_bias=True, tie_word_embeddings=False),
+    "qwen3-biased": dict(head_dim=16, attention_bias=True),
     "smollm3": dict(head_dim=12, no_rope_layer_interval=2, pad_token_id=2, tie_word_embeddings=True),
     "smollm3-biased": dict(
         head_dim=16,
@@ -94,7 +94,6 @@ FAMILIES: dict[str, dict] = {
         pad_token_id=2,
         attention_bias=True,
         mlp_bias=True,
-        tie_word_embeddings=False,
     ),
     "ministral3": dict(
         head_dim=12,
@@ -109,11 +108,9 @@ FAMILIES: dict[str, dict] = {
             llama_4_scaling_beta=0.5,
         ),
     ),
-    "seed_oss": dict(
-        head_dim=12, attention_out_bias=True, mlp_bias=True, pad_token_id=2, tie_word_embeddings=False
-    ),
+    "seed_oss": dict(head_dim=12, attention_out_bias=True, mlp_bias=True, pad_token_id=2),
     "ernie4_5": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=True),
-    "ernie4_5-biased": dict(head_dim=16, use_bias=True, pad_token_id=2, tie_word_embeddings=False),
+    "ernie4_5-biased": dict(head_dim=16, use_bias=True, pad_token_id=2),
     "hunyuan_v1_dense": dict(
         head_dim=12,
         attention_bias=True,
@@ -135,14 +132,10 @@ FAMILIES: dict[str, dict] = {
             original_max_position_embeddings=16,
         ),
     ),
-    "ministral": dict(
-        head_dim=12, sliding_window=8, layer_types=LAYER_TYPES, pad_token_id=2, tie_word_embeddings=False
-    ),
-    "helium": dict(head_dim=8, attention_bias=True, mlp_bias=True, pad_token_id=2, tie_word_embeddings=False),
-    "internlm3": dict(
-        head_dim=12, attention_bias=True, mlp_bias=True, pad_token_id=2, tie_word_embeddings=False
-    ),
-    "iquestcoder": dict(head_dim=12, tie_word_embeddings=False),
+    "ministral": dict(head_dim=12, **SLIDING, pad_token_id=2),
+    "helium": dict(head_dim=8, attention_bias=True, mlp_bias=True, pad_token_id=2),
+    "internlm3": dict(head_dim=12, attention_bias=True, mlp_bias=True, pad_token_id=2),
+    "iquestcoder": dict(head_dim=12),
     "lfm2": dict(
         layer_types=["conv", "full_attention", "conv"],
         intermediate_size=72,  # of which two thirds are 48, 0.9 of them 43, and the next multiple of 16 is 48
@@ -195,7 +188,6 @@ FAMILIES: dict[str, dict] = {
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         **WITH_SHARED,
         **MAMBA,
-        tie_word_embeddings=False,
     ),
     "granitemoehybrid-dense": dict(
         layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -211,38 +203,24 @@ FAMILIES: dict[str, dict] = {
         num_local_experts=0,
         shared_intermediate_size=48,
         position_embedding_type="rope",
-        residual_multiplier=1.7,
-        embedding_multiplier=3.0,
-        attention_multiplier=0.3,
-        logits_scaling=2.0,
+        **GRANITE | dict(residual_multiplier=1.7),
         mamba_n_heads=4,
-        tie_word_embeddings=False,
     ),
     "hyperclovax": dict(
         head_dim=12,
-        residual_multiplier=0.6,
-        embedding_multiplier=3.0,
-        attention_multiplier=0.3,
-        logits_scaling=0.5,
+        **GRANITE | dict(logits_scaling=0.5),
         attention_bias=True,
         mlp_bias=True,
-        tie_word_embeddings=False,
     ),
     "gemma": dict(head_dim=12, attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
     "granite": dict(
-        residual_multiplier=0.22,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.3,
-        logits_scaling=8.0,
+        **GRANITE | dict(residual_multiplier=0.22, embedding_multiplier=12.0, logits_scaling=8.0),
         tie_word_embeddings=True,
     ),
     "granite_swa": dict(
         **SLIDING,
         layer_rope_theta=[100.0, 0.0, 1e4],
-        residual_multiplier=0.22,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.3,
-        logits_scaling=8.0,
+        **GRANITE | dict(residual_multiplier=0.22, embedding_multiplier=12.0, logits_scaling=8.0),
         tie_word_embeddings=True,
     ),
     "granite-biased": dict(
@@ -251,7 +229,6 @@ FAMILIES: dict[str, dict] = {
         embedding_multiplier=3.0,
         attention_bias=True,
         mlp_bias=True,
-        tie_word_embeddings=False,
     ),
     "qwen3_moe": dict(
         head_dim=12,
@@ -259,19 +236,15 @@ FAMILIES: dict[str, dict] = {
         norm_topk_prob=True,
         tie_word_embeddings=True,
     ),
-    "mixtral": dict(
-        head_dim=12, num_local_experts=3, num_experts_per_tok=2, sliding_window=16, tie_word_embeddings=False
-    ),
+    "mixtral": dict(head_dim=12, num_local_experts=3, num_experts_per_tok=2, sliding_window=16),
     "glm": dict(head_dim=12, partial_rotary_factor=0.5, pad_token_id=2, tie_word_embeddings=True),
-    "glm4": dict(head_dim=12, partial_rotary_factor=0.5, pad_token_id=2, tie_word_embeddings=False),
+    "glm4": dict(head_dim=12, partial_rotary_factor=0.5, pad_token_id=2),
     "glm4-biased": dict(head_dim=16, attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
-    "olmo2": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=False),
+    "olmo2": dict(head_dim=12, pad_token_id=2),
     "olmo2-biased": dict(attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
-    "olmo3": dict(sliding_window=8, layer_types=LAYER_TYPES, pad_token_id=2, tie_word_embeddings=False),
-    "exaone": dict(head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
-    "exaone4": dict(
-        head_dim=12, sliding_window=8, layer_types=LAYER_TYPES, pad_token_id=2, tie_word_embeddings=True
-    ),
+    "olmo3": dict(**SLIDING, pad_token_id=2),
+    "exaone": dict(head_dim=12, attention_bias=True, mlp_bias=True),
+    "exaone4": dict(head_dim=12, **SLIDING, pad_token_id=2, tie_word_embeddings=True),
     "gemma2": dict(
         head_dim=12,
         sliding_window=8,
@@ -279,13 +252,13 @@ FAMILIES: dict[str, dict] = {
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
         pad_token_id=2,
+        tie_word_embeddings=True,
     ),
     "gemma2-biased": dict(
         head_dim=16,
         attention_bias=True,
         final_logit_softcapping=None,
         pad_token_id=2,
-        tie_word_embeddings=False,
     ),
     "vaultgemma": dict(
         head_dim=12,
@@ -294,6 +267,7 @@ FAMILIES: dict[str, dict] = {
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
         pad_token_id=2,
+        tie_word_embeddings=True,
     ),
     "gemma3_text": dict(
         head_dim=12,
@@ -301,11 +275,13 @@ FAMILIES: dict[str, dict] = {
         query_pre_attn_scalar=20,
         final_logit_softcapping=3.0,
         pad_token_id=2,
+        tie_word_embeddings=True,
     ),
     "gemma4_text": dict(
         **GEMMA4,
         final_logit_softcapping=3.0,
         pad_token_id=2,
+        tie_word_embeddings=True,
     ),
     "gemma4_text-experts": dict(
         **GEMMA4,
@@ -314,6 +290,7 @@ FAMILIES: dict[str, dict] = {
         top_k_experts=2,
         moe_intermediate_size=16,
         pad_token_id=2,
+        tie_word_embeddings=True,
     ),
     "gemma4_text-values": dict(
         head_dim=16,
@@ -323,7 +300,6 @@ FAMILIES: dict[str, dict] = {
         sliding_window=8,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
         pad_token_id=2,
-        tie_word_embeddings=False,
     ),
     "gemma4_text-lends": dict(  # as E2B: embeddings of each layer, and keys of an earlier one
         head_dim=12,
@@ -336,6 +312,7 @@ FAMILIES: dict[str, dict] = {
         layer_types=["sliding_attention", "full_attention", "full_attention"],
         final_logit_softcapping=3.0,
         pad_token_id=2,
+        tie_word_embeddings=True,
     ),
     "gemma4_unified_text": dict(
         head_dim=12,
@@ -345,12 +322,12 @@ FAMILIES: dict[str, dict] = {
         **SLIDING,
         final_logit_softcapping=3.0,
         pad_token_id=2,
+        tie_word_embeddings=True,
     ),
     "qwen2_moe": dict(
         **EXPERTS,
         shared_expert_intermediate_size=40,
         norm_topk_prob=True,
-        tie_word_embeddings=False,
     ),
     "qwen3_next": dict(
         head_dim=16,
@@ -374,7 +351,6 @@ FAMILIES: dict[str, dict] = {
         first_k_dense_replace=1,
         routed_scaling_factor=1.7,
         num_nextn_predict_layers=0,
-        tie_word_embeddings=False,
     ),
     "youtu": dict(q_lora_rank=24, attention_bias=True, tie_word_embeddings=True, **LATENT_ATTENTION),
     "minicpm3": dict(
@@ -384,7 +360,6 @@ FAMILIES: dict[str, dict] = {
         scale_depth=0.8,
         dim_model_base=8,
         q_lora_rank=24,
-        tie_word_embeddings=False,
         **LATENT_ATTENTION,
     ),
     "deepseek_v3": dict(
@@ -406,7 +381,6 @@ FAMILIES: dict[str, dict] = {
     "granitemoeshared": dict(
         head_dim=12,
         **WITH_SHARED,
-        tie_word_embeddings=False,
     ),
     "granitemoe_swa": dict(  # it has no experts that read all tokens
         **SLIDING,
@@ -433,7 +407,6 @@ FAMILIES: dict[str, dict] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
-        tie_word_embeddings=False,
     ),
     "glm4_moe_lite": dict(
         **LATENT_ATTENTION,
@@ -441,7 +414,6 @@ FAMILIES: dict[str, dict] = {
         **ROUTED,
         routed_scaling_factor=1.7,
         attention_bias=True,
-        tie_word_embeddings=False,
     ),
     "olmoe": OLMOE,
     "flex_olmo": OLMOE,
@@ -458,16 +430,10 @@ FAMILIES: dict[str, dict] = {
     "deepseek_v2": dict(  # its queries have no latent
         **LATENT_ATTENTION,
         q_lora_rank=None,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
+        **ROUTED,
         topk_method="group_limited_greedy",
-        n_group=2,
-        topk_group=1,
-        moe_intermediate_size=24,
-        n_shared_experts=2,
         first_k_dense_replace=1,
         routed_scaling_factor=1.7,
-        tie_word_embeddings=False,
     ),
     "deepseek_v2-biased": dict(
         **LATENT_ATTENTION,
@@ -490,14 +456,12 @@ FAMILIES: dict[str, dict] = {
         first_k_dense_replace=1,
         norm_topk_prob=True,
         routed_scaling_factor=1.7,
-        tie_word_embeddings=False,
     ),
     "solar_open": dict(
         head_dim=12,
         attention_bias=True,
         **ROUTED,
         routed_scaling_factor=1.7,
-        tie_word_embeddings=False,
     ),
     "exaone_moe": dict(
         head_dim=12,
@@ -510,7 +474,6 @@ FAMILIES: dict[str, dict] = {
         num_shared_experts=2,
         first_k_dense_replace=1,
         pad_token_id=2,
-        tie_word_embeddings=False,
     ),
     "hy_v3": dict(
         head_dim=12,
@@ -518,7 +481,6 @@ FAMILIES: dict[str, dict] = {
         num_shared_experts=2,
         attention_bias=True,
         mlp_bias=True,
-        tie_word_embeddings=False,
     ),
     "mellum": dict(
         head_dim=12,
@@ -534,7 +496,6 @@ FAMILIES: dict[str, dict] = {
         mlp_only_layers=[0],
         **EXPERTS,
         shared_expert_intermediate_size=40,
-        tie_word_embeddings=False,
     ),
     "kolibri1": dict(
         head_dim=12,
@@ -543,7 +504,6 @@ FAMILIES: dict[str, dict] = {
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=48,
-        tie_word_embeddings=False,
     ),
     "laguna": dict(
         head_dim=12,
@@ -555,7 +515,6 @@ FAMILIES: dict[str, dict] = {
         moe_routed_scaling_factor=1.7,
         moe_router_logit_softcapping=2.0,
         attention_bias=True,
-        tie_word_embeddings=False,
     ),
     "afmoe": dict(
         head_dim=12,
@@ -568,7 +527,6 @@ FAMILIES: dict[str, dict] = {
         route_scale=1.7,
         mup_enabled=True,
         attention_bias=True,
-        tie_word_embeddings=False,
     ),
     "kimi_linear": dict(
         **LATENT_ATTENTION,
@@ -580,7 +538,6 @@ FAMILIES: dict[str, dict] = {
         linear_num_heads=3,
         linear_head_dim=16,
         pad_token_id=2,
-        tie_word_embeddings=False,
     ),
     "sarvam_mla": dict(
         **LATENT_ATTENTION, **ROUTED, first_k_dense_replace=1, routed_scaling_factor=1.7, attention_bias=True
@@ -610,7 +567,6 @@ FAMILIES: dict[str, dict] = {
         moe_intermediate_size=24,
         attention_value_scale=0.6,
         attention_bias=True,
-        tie_word_embeddings=False,
     ),
     "cohere2_moe": dict(
         head_dim=12,
@@ -622,6 +578,7 @@ FAMILIES: dict[str, dict] = {
         num_shared_experts=2,
         logit_scale=0.4,
         pad_token_id=2,
+        tie_word_embeddings=True,
     ),
     "cohere2_moe-sum": dict(
         head_dim=12,
@@ -635,14 +592,11 @@ FAMILIES: dict[str, dict] = {
         logit_scale=3.0,
         pad_token_id=2,
         attention_bias=True,
-        tie_word_embeddings=False,
     ),
     "deepseek_v32": dict(
         **LATENT_ATTENTION,
         q_lora_rank=24,
-        index_topk=6,
-        index_n_heads=2,
-        index_head_dim=16,
+        **INDEXED,
         **ROUTED,
         first_k_dense_replace=1,
         attention_bias=True,
@@ -650,9 +604,7 @@ FAMILIES: dict[str, dict] = {
     "glm_moe_dsa": dict(
         **LATENT_ATTENTION,
         q_lora_rank=24,
-        index_topk=6,
-        index_n_heads=2,
-        index_head_dim=16,
+        **INDEXED,
         **ROUTED,
         first_k_dense_replace=1,
         attention_bias=True,
@@ -666,14 +618,13 @@ FAMILIES: dict[str, dict] = {
         rope_parameters=dict(
             rope_type="yarn", rope_theta=1e4, factor=4.0, truncate=False, original_max_position_embeddings=32
         ),
-        tie_word_embeddings=False,
     ),
-    "cohere": dict(use_qk_norm=True, logit_scale=0.4, pad_token_id=2),
-    "cohere-biased": dict(attention_bias=True, logit_scale=3.0, pad_token_id=2, tie_word_embeddings=False),
-    "cohere2": dict(sliding_window=8, layer_types=LAYER_TYPES, logit_scale=0.4, pad_token_id=2),
+    "cohere": dict(use_qk_norm=True, logit_scale=0.4, pad_token_id=2, tie_word_embeddings=True),
+    "cohere-biased": dict(attention_bias=True, logit_scale=3.0, pad_token_id=2),
+    "cohere2": dict(**SLIDING, logit_scale=0.4, pad_token_id=2, tie_word_embeddings=True),
     "opt": dict(ffn_dim=48, num_key_value_heads=4, pad_token_id=2, tie_word_embeddings=True),
     "starcoder2": dict(sliding_window=8, pad_token_id=2, tie_word_embeddings=True),
-    "arcee": dict(head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    "arcee": dict(head_dim=12, attention_bias=True, mlp_bias=True),
     "jais2": dict(head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "apertus": dict(
         head_dim=12,
@@ -681,8 +632,8 @@ FAMILIES: dict[str, dict] = {
         pad_token_id=2,
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
     ),
-    "apertus1p5_text": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=False),
-    "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
+    "apertus1p5_text": dict(head_dim=12, pad_token_id=2),
+    "phi3": dict(pad_token_id=2),
     "phi3-longrope": dict(
         sliding_window=10,
         pad_token_id=2,

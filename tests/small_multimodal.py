@@ -28,6 +28,10 @@ TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_atte
 SMALL_IMAGE = dict(image_size=8, patch_size=4)
 #: the token that stands for a part of an image
 IMAGE = 95
+TOKENS_OF_GEMMA4 = dict(image_token_id=IMAGE, video_token_id=94, audio_token_id=93)
+WITH_POSITIONS = dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE)
+IN_LAYERS = dict(depth=2, num_position_embeddings=16, deepstack_visual_indexes=[0, 1])
+DEEPSTACK = dict(vision_config=QWEN | IN_LAYERS, image_token_id=IMAGE)
 #: model that reads images → its language model in small_models, and the entries of its config
 MULTIMODAL_MODELS = {
     "mistral3": ("ministral3", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
@@ -104,47 +108,17 @@ MULTIMODAL_MODELS = {
         "gemma3_text",
         dict(vision_config=SIGLIP, mm_tokens_per_image=1, image_token_index=IMAGE, image_token_id=IMAGE),
     ),
-    "gemma4": (
-        "gemma4_text-experts",
-        dict(vision_config=GEMMA4, image_token_id=IMAGE, video_token_id=94, audio_token_id=93),
-    ),
+    "gemma4": ("gemma4_text-experts", dict(vision_config=GEMMA4, **TOKENS_OF_GEMMA4)),
     "gemma4-lends": (  # which reads sounds too
         "gemma4_text-lends",
-        dict(
-            vision_config=GEMMA4,
-            audio_config=AUDIO,
-            image_token_id=IMAGE,
-            video_token_id=94,
-            audio_token_id=93,
-        ),
+        dict(vision_config=GEMMA4, audio_config=AUDIO, **TOKENS_OF_GEMMA4),
     ),
-    "gemma4_unified": (
-        "gemma4_unified_text",
-        dict(vision_config=UNIFIED, image_token_id=IMAGE, video_token_id=94, audio_token_id=93),
-    ),
+    "gemma4_unified": ("gemma4_unified_text", dict(vision_config=UNIFIED, **TOKENS_OF_GEMMA4)),
     "qwen2_5_vl": ("qwen2", dict(vision_config=QWEN, image_token_id=IMAGE)),
-    "qwen3_vl": (
-        "qwen3",
-        dict(
-            vision_config=QWEN | dict(depth=2, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
-            image_token_id=IMAGE,
-        ),
-    ),
-    "qwen3_vl_moe": (
-        "qwen3_moe",
-        dict(
-            vision_config=QWEN | dict(depth=2, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
-            image_token_id=IMAGE,
-        ),
-    ),
-    "qwen3_5": (
-        "qwen3_5_text",
-        dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE),
-    ),
-    "qwen3_5_moe": (
-        "qwen3_5_moe_text",
-        dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE),
-    ),
+    "qwen3_vl": ("qwen3", DEEPSTACK),
+    "qwen3_vl_moe": ("qwen3_moe", DEEPSTACK),
+    "qwen3_5": ("qwen3_5_text", WITH_POSITIONS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", WITH_POSITIONS),
 }
 
 

@@ -4,22 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from drot.model.dense import without_r2
-from drot.model.family import Family, InputGroup, LinearSpec
+from drot.model.family import Family, InputGroup, LinearSpec, block, reads, writes
 from drot.model.sizes import Width
-
-#: The attention of Qwen3-Next multiplies its values by a gate that comes from q_proj, so that no R2 passes.
-GATED_ATTENTION = (
-    InputGroup(
-        name="attention",
-        norm="input_layernorm",
-        linears=(
-            LinearSpec("self_attn.q_proj", ("gated_query", "hidden"), input="r1"),
-            LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
-            LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1"),
-        ),
-    ),
-    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "query"), output="r1"),)),
-)
 
 
 def with_linear_layers(family: Family, linear: Callable[[Family], Family]) -> Family:
@@ -61,14 +47,14 @@ LATENT_ATTENTION = (
         name="attention",
         norm="input_layernorm",
         linears=(
-            LinearSpec("self_attn.q_proj", ("whole_query", "hidden"), input="r1"),
-            LinearSpec("self_attn.q_a_proj", ("latent_q", "hidden"), input="r1"),
-            LinearSpec("self_attn.kv_a_proj_with_mqa", ("latent_kv_rope", "hidden"), input="r1"),
+            reads("self_attn.q_proj", "whole_query"),
+            reads("self_attn.q_a_proj", "latent_q"),
+            reads("self_attn.kv_a_proj_with_mqa", "latent_kv_rope"),
         ),
     ),
     InputGroup(name="q_b", linears=(LinearSpec("self_attn.q_b_proj", ("mla_query", "latent_q")),)),
     InputGroup(name="kv_b", linears=(LinearSpec("self_attn.kv_b_proj", ("mla_kv", "latent_kv")),)),
-    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "mla_value"), output="r1"),)),
+    InputGroup(name="o", linears=(writes("self_attn.o_proj", "mla_value"),)),
 )
 
 
@@ -80,55 +66,53 @@ def latent(family: Family) -> Family:
 
 
 def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) -> Family:
-    """The family with GATED_ATTENTION, some of whose layers have a linear attention instead (Gated DeltaNet).
+    """The family with Qwen3-Next's attention, some of whose layers have a Gated DeltaNet instead.
 
-    Its norms multiply by 1 + γ. Behind its linears a linear attention has a convolution, norms of each head
-    and a gate, so that no R2 passes.
+    Its norms multiply by 1 + γ. No R2 passes: the attention multiplies its values by a gate that comes from
+    q_proj, and behind the linears of a Gated DeltaNet lie a convolution, norms of each head and a gate.
 
     inputs: linear of the linear attention → the width of its outputs. unpruned: its linears with one or two
         outputs for each head, which are rotated alone.
     """
 
     def gated(one: Family) -> Family:
-        return replace(one, norm_offset=1.0, groups=(*GATED_ATTENTION, *one.groups[2:]))
+        def with_gates(spec: LinearSpec) -> LinearSpec:
+            return reads(spec.path, "gated_query") if spec.path == "self_attn.q_proj" else spec
 
-    family = gated(family).with_kinds(gated)
-    linears = tuple(
-        LinearSpec(f"linear_attn.{one}", (width, "hidden"), input="r1") for one, width in inputs.items()
-    )
-    attention = InputGroup(name="attention", norm="input_layernorm", linears=linears)
-    out = LinearSpec("linear_attn.out_proj", ("hidden", "linear_value"), output="r1")
+        return replace(without_r2(one).with_linears(with_gates), norm_offset=1.0)
 
     def linear(one: Family) -> Family:
+        attention = block(
+            ("attention", "o"),
+            "input_layernorm",
+            (reads(f"linear_attn.{path}", width) for path, width in inputs.items()),
+            writes("linear_attn.out_proj", "linear_value"),
+        )
         return replace(
             one,
             attention="linear_attn",
             linear_attention=True,
-            groups=(attention, InputGroup(name="o", linears=(out,)), *one.groups[2:]),
+            groups=(*attention, *one.groups[2:]),
             untouched=("linear_attn", "linear_attn.conv1d", "linear_attn.norm"),
             unpruned=(*one.unpruned, *((f"linear_attn.{path}", "input_layernorm") for path in unpruned)),
             kinds=(),
         )
 
-    return with_linear_layers(family, linear)
-
-
-#: Kimi Delta Attention in place of another: a convolution and gates follow its linears, so that no R2 passes.
-#: The gates come from linears of low rank, which are not pruned.
-DELTA_ATTENTION = (
-    InputGroup(
-        name="attention",
-        norm="input_layernorm",
-        linears=tuple(
-            LinearSpec(f"self_attn.{one}_proj", ("linear_value", "hidden"), input="r1") for one in "qkv"
-        ),
-    ),
-    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "linear_value"), output="r1"),)),
-)
+    return with_linear_layers(gated(family).with_kinds(gated), linear)
 
 
 def with_delta_attention(family: Family) -> Family:
-    """The family with a latent attention, some of whose layers have DELTA_ATTENTION instead."""
+    """The family with a latent attention, some of whose layers have Kimi Delta Attention instead.
+
+    A convolution and gates follow its linears, so that no R2 passes. The gates come from linears of low rank,
+    which are not pruned.
+    """
+    attention = block(
+        ("attention", "o"),
+        "input_layernorm",
+        (reads(f"self_attn.{one}_proj", "linear_value") for one in "qkv"),
+        writes("self_attn.o_proj", "linear_value"),
+    )
 
     def delta(one: Family) -> Family:
         readers = ("self_attn.b_proj", "self_attn.g_a_proj", "self_attn.forget_gate.f_a_proj")
@@ -136,7 +120,7 @@ def with_delta_attention(family: Family) -> Family:
         return replace(
             one,
             linear_attention=True,
-            groups=(*DELTA_ATTENTION, *one.groups[len(LATENT_ATTENTION) :]),
+            groups=(*attention, *one.groups[len(LATENT_ATTENTION) :]),
             untouched=tuple(f"self_attn{path}" for path in untouched),
             unpruned=(*one.unpruned, *((path, "input_layernorm") for path in readers)),
             files=(("self_attn.forget_gate.", "self_attn."), *one.files),

@@ -49,7 +49,7 @@ from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.machine.products import without_autocast
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
-from drot.model.experts import drop_down_rotation, hold_down_rotation
+from drot.model.experts import fit_experts
 from drot.model.family import EMBEDDED, Family
 from drot.model.mixins import Mixin, mix, unmix
 from drot.model.one_op import GatedMLP
@@ -256,12 +256,11 @@ def add_down_rotation(
     added = []
     for path, count in blocks.items():
         mlp, rotation = attrgetter(path)(layer), BlockRotation(count, size, dtype=dtype, device=device)
+        setattr(mlp, DOWN_ROTATION, rotation)
         if path == family.experts:
-            hold_down_rotation(mlp, family, rotation)
-        else:
-            setattr(mlp, DOWN_ROTATION, rotation)
-            if not isinstance(mlp, GatedMLP):
-                mix(mlp, GatedMLP, family=family, parts=family.mlp_parts(path))
+            fit_experts(mlp, family)
+        elif not isinstance(mlp, GatedMLP):
+            mix(mlp, GatedMLP, family=family, parts=family.mlp_parts(path))
         added.append(rotation)
     _fit_class(layer, family)
     return added
@@ -271,10 +270,10 @@ def remove_down_rotation(layer: Any) -> None:
     """Undoes `add_down_rotation`."""
     for path in layer.family.down_modules:
         mlp = attrgetter(path)(layer)
+        delattr(mlp, DOWN_ROTATION)
         if path == layer.family.experts:
-            drop_down_rotation(mlp)
+            fit_experts(mlp, layer.family)
         else:
-            delattr(mlp, DOWN_ROTATION)
             unmix(mlp)
     _fit_class(layer, layer.family)
 

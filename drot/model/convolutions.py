@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from drot.model.attentions import with_linear_layers
 from drot.model.dense import GRANITE, LLAMA, between_norms, with_norms, with_paths
-from drot.model.family import Family, InputGroup, LinearSpec
+from drot.model.family import Family, block, reads, writes
 from drot.model.sizes import Width
 
 
@@ -22,18 +22,18 @@ def with_mixer(
     """
 
     def mixed(one: Family) -> Family:
-        read = LinearSpec(f"{mixer}.in_proj", (inputs, "hidden"), input="r1")
         (o_proj,) = one.groups[1].linears
-        write = LinearSpec(f"{mixer}.out_proj", ("hidden", outputs), output=o_proj.output)
+        mixing = block(
+            ("attention", "o"),
+            one.groups[0].norm,
+            (reads(f"{mixer}.in_proj", inputs),),
+            writes(f"{mixer}.out_proj", outputs, output=o_proj.output),
+        )
         return replace(
             one,
             attention=mixer,
             linear_attention=True,
-            groups=(
-                replace(one.groups[0], linears=(read,)),
-                InputGroup(name="o", linears=(write,)),
-                *one.groups[2:],
-            ),
+            groups=(*mixing, *one.groups[2:]),
             untouched=untouched,
             unpruned=(),
             kinds=(),

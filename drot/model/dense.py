@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from drot.model.family import Family, InputGroup, LinearSpec
+from drot.model.family import Family, block, reads, writes
 
 #: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
 #: the factor of the queries by their position in Ministral 3, act on the outputs of q_proj and k_proj, which
@@ -14,30 +14,21 @@ LLAMA = Family(
     mlp="mlp",
     untouched=("self_attn.q_norm", "self_attn.k_norm"),
     groups=(
-        InputGroup(
-            name="attention",
-            norm="input_layernorm",
-            linears=(
-                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
-                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
-                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
+        *block(
+            ("attention", "o"),
+            "input_layernorm",
+            (
+                reads("self_attn.q_proj", "query"),
+                reads("self_attn.k_proj", "kv"),
+                reads("self_attn.v_proj", "kv", output="r2"),
             ),
+            writes("self_attn.o_proj", "query", input="r2"),
         ),
-        InputGroup(
-            name="o",
-            linears=(LinearSpec("self_attn.o_proj", ("hidden", "query"), input="r2", output="r1"),),
-        ),
-        InputGroup(
-            name="mlp",
-            norm="post_attention_layernorm",
-            linears=(
-                LinearSpec("mlp.gate_proj", ("mlp", "hidden"), input="r1"),
-                LinearSpec("mlp.up_proj", ("mlp", "hidden"), input="r1"),
-            ),
-        ),
-        InputGroup(
-            name="down",
-            linears=(LinearSpec("mlp.down_proj", ("hidden", "mlp"), input="r3", output="r1"),),
+        *block(
+            ("mlp", "down"),
+            "post_attention_layernorm",
+            (reads("mlp.gate_proj", "mlp"), reads("mlp.up_proj", "mlp")),
+            writes("mlp.down_proj", "mlp", input="r3"),
         ),
     ),
 )
@@ -74,11 +65,9 @@ def with_paths(family: Family, paths: Mapping[str, str]) -> Family:
 def without_gate(family: Family, up: str = "mlp.up_proj", down: str = "mlp.down_proj") -> Family:
     """The family with an MLP of two linears, whose activation fixes the order of the second's inputs."""
     attention, o, mlp, second = family.groups
-    first = LinearSpec(up, ("mlp", "hidden"), input="r1")
     last = replace(second.linears[0], path=down, input=None)
-    return replace(
-        family, groups=(attention, o, replace(mlp, linears=(first,)), replace(second, linears=(last,)))
-    )
+    first = replace(mlp, linears=(reads(up, "mlp"),))
+    return replace(family, groups=(attention, o, first, replace(second, linears=(last,))))
 
 
 def without_r2(family: Family, *lacking: str) -> Family:

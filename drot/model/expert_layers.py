@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from drot.model.dense import LLAMA, inside, with_norms, with_paths
-from drot.model.family import Family, InputGroup, LinearSpec
+from drot.model.family import Family, block, reads, writes
 from drot.model.sizes import Width
 
 
@@ -20,22 +20,14 @@ MIXTURE = replace(
     router="mlp.gate",
     groups=(
         *LLAMA.groups[:2],
-        InputGroup(
-            name="mlp",
-            norm="post_attention_layernorm",
-            linears=(
-                LinearSpec("mlp.experts.gate_up_proj", ("expert", "hidden"), input="r1", part="gate_proj"),
-                LinearSpec("mlp.experts.gate_up_proj", ("expert", "hidden"), input="r1", part="up_proj"),
+        *block(
+            ("mlp", "down"),
+            "post_attention_layernorm",
+            (
+                reads("mlp.experts.gate_up_proj", "expert", part="gate_proj"),
+                reads("mlp.experts.gate_up_proj", "expert", part="up_proj"),
             ),
-            routed=True,
-        ),
-        InputGroup(
-            name="down",
-            linears=(
-                LinearSpec(
-                    "mlp.experts.down_proj", ("hidden", "expert"), input="r3", output="r1", part="down_proj"
-                ),
-            ),
+            writes("mlp.experts.down_proj", "expert", input="r3", part="down_proj"),
             routed=True,
         ),
     ),
@@ -58,18 +50,15 @@ def with_shared_experts(
     gate: the module whose sigmoid multiplies their outputs. width: of their outputs of gate and up.
     weighted: as in `InputGroup`; it is True with a gate.
     """
-    mlp = InputGroup(
-        name="shared",
-        norm="post_attention_layernorm",
-        linears=(
-            LinearSpec(f"{path}.gate_proj", (width, "hidden"), input="r1"),
-            LinearSpec(f"{path}.up_proj", (width, "hidden"), input="r1"),
-        ),
+    mlp, down = block(
+        ("shared", "shared_down"),
+        "post_attention_layernorm",
+        (reads(f"{path}.gate_proj", width), reads(f"{path}.up_proj", width)),
+        writes(f"{path}.down_proj", width, input="r3"),
     )
-    down = LinearSpec(f"{path}.down_proj", ("hidden", width), input="r3", output="r1")
-    shared = InputGroup(name="shared_down", linears=(down,), weighted=weighted or gate is not None)
+    down = replace(down, weighted=weighted or gate is not None)
     unpruned = () if gate is None else ((gate, "post_attention_layernorm"),)
-    return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
+    return replace(family, groups=(*family.groups, mlp, down), unpruned=(*family.unpruned, *unpruned))
 
 
 def with_indexer(family: Family, *, returned: bool = False) -> Family:
@@ -109,16 +98,11 @@ def with_dense_layers(family: Family, dense: Family) -> Family:
 
 def with_shared_mlp(family: Family) -> Family:
     """The mixture of Granite with an MLP beside its experts that reads all tokens, pruned after them."""
-    gate, up = (
-        LinearSpec("shared_mlp.input_linear", ("shared", "hidden"), input="r1", part=part)
-        for part in ("gate_proj", "up_proj")
-    )
-    down = LinearSpec(
-        "shared_mlp.output_linear", ("hidden", "shared"), input="r3", output="r1", part="down_proj"
-    )
-    shared = (
-        InputGroup(name="shared", norm="post_attention_layernorm", linears=(gate, up)),
-        InputGroup(name="shared_down", linears=(down,)),
+    shared = block(
+        ("shared", "shared_down"),
+        "post_attention_layernorm",
+        (reads("shared_mlp.input_linear", "shared", part=part) for part in ("gate_proj", "up_proj")),
+        writes("shared_mlp.output_linear", "shared", input="r3", part="down_proj"),
     )
     return replace(family, groups=(*family.groups, *shared), beside="shared_mlp", activation="activation")
 

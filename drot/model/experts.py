@@ -100,7 +100,7 @@ def replace_weights(layer: nn.Module, family: Family, path: str, module: nn.Modu
     experts: Any = attrgetter(parent)(layer)
     delattr(experts, name)
     setattr(experts, PACKED_PREFIX + name, module)
-    _replace_class(experts, family)
+    fit_experts(experts, family)
 
 
 def restore_weights(experts: Any, replaced: str, weights: Tensor) -> None:
@@ -111,29 +111,14 @@ def restore_weights(experts: Any, replaced: str, weights: Tensor) -> None:
     delattr(experts, replaced)
     parameter = weights.mT.contiguous() if experts.transposed else weights
     setattr(experts, replaced.removeprefix(PACKED_PREFIX), nn.Parameter(parameter, requires_grad=False))
-    _restore_class(experts)
+    fit_experts(experts, experts.family)
 
 
-def hold_down_rotation(experts: Any, family: Family, rotation: BlockRotation) -> None:
-    """Lets the experts apply `rotation` to the inputs of their down_proj."""
-    setattr(experts, DOWN_ROTATION, rotation)
-    _replace_class(experts, family)
-
-
-def drop_down_rotation(experts: Any) -> None:
-    """Undoes `hold_down_rotation`."""
-    delattr(experts, DOWN_ROTATION)
-    _restore_class(experts)
-
-
-def _replace_class(experts: Any, family: Family) -> None:
-    if not isinstance(experts, ReplacedExperts):
+def fit_experts(experts: Any, family: Family) -> None:
+    """Makes experts ReplacedExperts while they hold R3 or replaced weights, and not otherwise."""
+    names = [name for name, _ in experts.named_children()]
+    held = DOWN_ROTATION in names or any(name.startswith(PACKED_PREFIX) for name in names)
+    if held and not isinstance(experts, ReplacedExperts):
         mix(experts, ReplacedExperts, family=family)
-
-
-def _restore_class(experts: Any) -> None:
-    """Gives the experts their stock class if they hold nothing that it does not know."""
-    if not any(
-        hasattr(experts, name) for name in (DOWN_ROTATION, *(PACKED_PREFIX + one for one in experts.names))
-    ):
+    elif not held and isinstance(experts, ReplacedExperts):
         unmix(experts)

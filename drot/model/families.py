@@ -202,28 +202,18 @@ def layer_families(config: Any, layers: int) -> list[Family]:
     return [_fitted(kinds[kind], count, absent) if kind in kinds else family for kind in of_layers]
 
 
-def linear_names(config: Any) -> Iterator[tuple[str, LinearSpec]]:
-    """The full name and the declaration of each linear of a model with `config`."""
-    for index, family in enumerate(layer_families(config, config.num_hidden_layers)):
-        for linear in family.linears:
-            yield family.full_name(index, linear), linear
-
-
-def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
-    """The full name and the shape (out, in) of each linear of a model with `config`."""
-    found = {}
+def linears_of(config: Any) -> Iterator[tuple[str, LinearSpec, tuple[int, int]]]:
+    """The full name, the declaration and the shape (out, in) of each linear of a model with `config`."""
     for index, family in enumerate(layer_families(config, config.num_hidden_layers)):
         widths = widths_of(config, index)
         for linear in family.linears:
             outputs, inputs = linear.shape
-            found[family.full_name(index, linear)] = widths[outputs], widths[inputs]
-    return found
+            yield family.full_name(index, linear), linear, (widths[outputs], widths[inputs])
 
 
 def down_widths(config: Any) -> list[int]:
     """The numbers of inputs of the linears that R3 rotates in a model with `config`, each number once."""
-    shapes = linear_shapes(config)
-    return list(dict.fromkeys(shapes[name][1] for name, spec in linear_names(config) if spec.input == "r3"))
+    return list(dict.fromkeys(inputs for _, spec, (_, inputs) in linears_of(config) if spec.input == "r3"))
 
 
 @functools.cache

@@ -55,11 +55,6 @@ class LinearSpec:
         return {self.input, self.output} - {None}
 
     @property
-    def block(self) -> str:
-        """The block of the layer that the linear belongs to."""
-        return self.path.partition(".")[0]
-
-    @property
     def writes_residual(self) -> bool:
         """Whether its outputs are those of the attention or of the MLP."""
         return self.shape[0] == "hidden"
@@ -105,6 +100,32 @@ class InputGroup:
     @property
     def writes_residual(self) -> bool:
         return self.linears[0].writes_residual
+
+
+def reads(path: str, width: Width, **others: Any) -> LinearSpec:
+    """A linear with `width` outputs that reads the stream behind a norm. others: further fields."""
+    return LinearSpec(path, (width, "hidden"), input="r1", **others)
+
+
+def writes(path: str, width: Width, *, output: Rotates | None = "r1", **others: Any) -> LinearSpec:
+    """A linear of `width` inputs whose outputs the layer adds to the stream. others: further fields."""
+    return LinearSpec(path, ("hidden", width), output=output, **others)
+
+
+def block(
+    names: tuple[str, str],
+    norm: str | None,
+    readers: Iterable[LinearSpec],
+    writer: LinearSpec,
+    *,
+    routed: bool = False,
+) -> tuple[InputGroup, InputGroup]:
+    """The two input groups of an attention, a Mamba or an MLP, with these names. routed: as in InputGroup."""
+    first, last = names
+    return (
+        InputGroup(name=first, norm=norm, linears=tuple(readers), routed=routed),
+        InputGroup(name=last, linears=(writer,), routed=routed),
+    )
 
 
 def alike(groups: Iterable[InputGroup]) -> list[list[InputGroup]]:
@@ -287,14 +308,6 @@ class Family:
             dense, models=self.models, needs=self.needs, required=self.required, kinds=tuple(others)
         )
 
-    def with_transposed_experts(self) -> "Family":
-        """The family with `transposed` linears of experts."""
-
-        def transposed(group: InputGroup) -> InputGroup:
-            return replace(group, linears=tuple(replace(one, transposed=True) for one in group.linears))
-
-        return replace(self, groups=tuple(transposed(one) if one.routed else one for one in self.groups))
-
     def takes(self, rotation: Rotates) -> bool:
         """Whether `rotation` acts on a linear of one of its layers."""
         layers = self, *dict(self.kinds).values()
@@ -367,21 +380,22 @@ class Family:
 
     def in_files(self, name: str) -> str:
         """The name in files of a tensor outside of the layers, or of the layers themselves."""
-        return _renamed(name, self.body)
+        return renamed(name, self.body)
 
     def name_in_files(self, name: str) -> str:
         """The name in files of a tensor of a layer. name: its name in the layer."""
-        return _renamed(name, self.files)
+        return renamed(name, self.files)
 
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
-        name = f"{linear.block}.{linear.name}" if "." in linear.path else linear.path
-        if linear.block == "experts":  # which its name begins with already
+        of_block, dot, _ = linear.path.partition(".")
+        name = f"{of_block}.{linear.name}" if dot else linear.path
+        if of_block == "experts":  # which its name begins with already
             name = linear.name
         return f"layers.{index}.{name}"
 
 
-def _renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
+def renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
     """The name with what the first of `renames` that fits has in place of its beginning."""
     for own, stored in renames:
         if name.startswith(own):

@@ -64,31 +64,23 @@ def capture(
     seen: dict[str, Any] = {}
 
     def see_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen["input"] = args[0]
+        seen["input"] = args[0] if group.expert is None else args
         raise _Stop
 
     def see_attended(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         seen["attended"] = output
 
-    if group.expert is not None:
-
-        def see_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen["input"] = args
-            raise _Stop
-
-        hook = module_at(layer.module, layer.family.experts or "").register_forward_pre_hook(see_routed)
+    if group.expert is None:
+        reader = layer.linears_of(group)[0].module
     else:
-        hook = layer.linears_of(group)[0].module.register_forward_pre_hook(see_input)
+        reader = module_at(layer.module, layer.family.experts or "")
     # a norm reads the stream behind the rotation of a boundary; a layer without norms there has no such one
-    norms = layer.norms
-    with (
-        (norms[0] if norms else layer.module).register_forward_pre_hook(
-            lambda module, args: seen.update(residual=args[0])
-        ),
-        contextlib.ExitStack() as hooks,
-        hook,
-        contextlib.suppress(_Stop),
-    ):
+    stream = layer.norms[0] if layer.family.norms else layer.module
+    with contextlib.suppress(_Stop), contextlib.ExitStack() as hooks:
+        hooks.enter_context(
+            stream.register_forward_pre_hook(lambda module, args: seen.update(residual=args[0]))
+        )
+        hooks.enter_context(reader.register_forward_pre_hook(see_input))
         if layer.attention_end is not None:
             (linear,) = layer.linears_of(layer.attention_end)
             hooks.enter_context(linear.module.register_forward_hook(see_attended))

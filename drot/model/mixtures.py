@@ -66,7 +66,7 @@ MIXTURES = {
     "glm4_moe": replace(SHARED, models="GLM-4.5, GLM-4.6, GLM-4.7"),
     "deepseek_v3": replace(latent(SHARED), models="DeepSeek-V3, DeepSeek-R1"),
     "gpt_oss": replace(
-        MIXTURE.with_transposed_experts(),
+        MIXTURE.with_linears(lambda one: replace(one, transposed=one.path.startswith("mlp.experts."))),
         models="gpt-oss",
         gated="_apply_gate",
         router="mlp.router",

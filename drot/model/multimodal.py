@@ -16,6 +16,7 @@ from torch import nn
 
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES
+from drot.model.family import renamed
 
 #: `model_type` of a model that reads images too → published models
 MULTIMODAL = {
@@ -103,10 +104,7 @@ class StoredNames:
 
     def stored(self, name: str) -> str:
         """The name in the files of a tensor of the language model."""
-        for own, prefix in self._prefixes:
-            if name.startswith(own):
-                return prefix + name.removeprefix(own)
-        return name
+        return renamed(name, self._prefixes)
 
     def own(self, stored: str) -> str | None:
         """The name in the language model of a tensor of the files; None if it is no part of it."""

@@ -5,37 +5,15 @@ R1 rotates what the block reads and what it writes. So each block has a rotation
 """
 
 from dataclasses import replace
-from typing import Any
 
-from drot.model.family import Family, InputGroup, LinearSpec, Rotates
-from drot.model.sizes import Width
-
-
-def _reads(path: str, width: Width, **fields: Any) -> LinearSpec:
-    """A linear of the block that reads the output of the layer's norm. width: of its outputs."""
-    return LinearSpec(f"mixer.{path}", (width, "hidden"), input="r1", **fields)
-
-
-def _writes(path: str, width: Width, input: Rotates | None = None, **fields: Any) -> LinearSpec:
-    """A linear of the block whose outputs are those of the block. width: of its inputs."""
-    return LinearSpec(f"mixer.{path}", ("hidden", width), input=input, output="r1", **fields)
-
-
-def _groups(
-    name: str, reads: tuple[LinearSpec, ...], last: str, writes: LinearSpec, *, routed: bool = False
-) -> tuple[InputGroup, InputGroup]:
-    return (
-        InputGroup(name=name, norm="norm", linears=reads, routed=routed),
-        InputGroup(name=last, linears=(writes,), routed=routed),
-    )
-
+from drot.model.family import Family, LinearSpec, block, reads, writes
 
 #: An MLP without gate, whose activation fixes the order of the inputs of down_proj.
 MLP = Family(
     models="",
     attention=None,
     mlp="mixer",
-    groups=_groups("mlp", (_reads("up_proj", "mlp"),), "down", _writes("down_proj", "mlp")),
+    groups=block(("mlp", "down"), "norm", (reads("mixer.up_proj", "mlp"),), writes("mixer.down_proj", "mlp")),
     embedding="model.embeddings",
     final_norm="model.norm_f",
     body=(("model.", "backbone."),),
@@ -44,35 +22,41 @@ MLP = Family(
 ATTENTION = replace(
     MLP,
     attention="mixer",
-    groups=_groups(
-        "attention",
-        (_reads("q_proj", "query"), _reads("k_proj", "kv"), _reads("v_proj", "kv", output="r2")),
-        "o",
-        _writes("o_proj", "query", input="r2"),
+    groups=block(
+        ("attention", "o"),
+        "norm",
+        (
+            reads("mixer.q_proj", "query"),
+            reads("mixer.k_proj", "kv"),
+            reads("mixer.v_proj", "kv", output="r2"),
+        ),
+        writes("mixer.o_proj", "query", input="r2"),
     ),
 )
 MAMBA = replace(
     MLP,
     attention="mixer",
     linear_attention=True,
-    groups=_groups("attention", (_reads("in_proj", "mamba_in"),), "o", _writes("out_proj", "mamba")),
+    groups=block(
+        ("attention", "o"), "norm", (reads("mixer.in_proj", "mamba_in"),), writes("mixer.out_proj", "mamba")
+    ),
     untouched=("mixer", "mixer.conv1d", "mixer.norm"),
 )
-SHARED = _groups(
-    "shared",
-    (_reads("shared_experts.up_proj", "shared"),),
-    "shared_down",
-    _writes("shared_experts.down_proj", "shared"),
+SHARED = block(
+    ("shared", "shared_down"),
+    "norm",
+    (reads("mixer.shared_experts.up_proj", "shared"),),
+    writes("mixer.shared_experts.down_proj", "shared"),
 )
 #: Experts, and one that reads all tokens.
 EXPERTS = replace(
     MLP,
     groups=(
-        *_groups(
-            "mlp",
-            (_reads("experts.up_proj", "expert", part="up_proj"),),
-            "down",
-            _writes("experts.down_proj", "expert", part="down_proj"),
+        *block(
+            ("mlp", "down"),
+            "norm",
+            (reads("mixer.experts.up_proj", "expert", part="up_proj"),),
+            writes("mixer.experts.down_proj", "expert", part="down_proj"),
             routed=True,
         ),
         *SHARED,
@@ -82,21 +66,21 @@ EXPERTS = replace(
     expert_files=tuple((part, f"mixer.experts.{{}}.{part}.weight") for part in ("up_proj", "down_proj")),
 )
 #: Between the experts and the stream lie two linears, which R1 rotates in place of the experts.
-LATENT_IN, LATENT_OUT = _groups(
-    "latent", (_reads("fc1_latent_proj", "latent"),), "latent_out", _writes("fc2_latent_proj", "latent")
+LATENT_IN, LATENT_OUT = block(
+    ("latent", "latent_out"),
+    "norm",
+    (reads("mixer.fc1_latent_proj", "latent"),),
+    writes("mixer.fc2_latent_proj", "latent"),
 )
 LATENT_EXPERTS = replace(
     EXPERTS,
     groups=(
         LATENT_IN,
-        InputGroup(
-            name="mlp",
-            linears=(LinearSpec("mixer.experts.up_proj", ("expert", "latent"), part="up_proj"),),
-            routed=True,
-        ),
-        InputGroup(
-            name="down",
-            linears=(LinearSpec("mixer.experts.down_proj", ("latent", "expert"), part="down_proj"),),
+        *block(
+            ("mlp", "down"),
+            None,
+            (LinearSpec("mixer.experts.up_proj", ("expert", "latent"), part="up_proj"),),
+            LinearSpec("mixer.experts.down_proj", ("latent", "expert"), part="down_proj"),
             routed=True,
         ),
         LATENT_OUT,

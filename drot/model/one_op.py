@@ -56,27 +56,29 @@ class OneOpNorm(Mixin):
 
 def use_one_op(layer: nn.Module, family: Family) -> None:
     """Lets one op compute each norm, gated activation and RoPE of a layer, where drot or torch has the op."""
-    attention = module_at(layer, family.attention or family.mlp)
-    if not isinstance(attention, OneOpRope) and has_standard_rope(attention):
-        mix(attention, OneOpRope)
-    for norm in _rms_norms(layer, family):
-        if not isinstance(norm, OneOpNorm):
-            mix(norm, OneOpNorm)
-    for path, mlp in _mlps(layer, family):
-        if not isinstance(mlp, GatedMLP) and isinstance(activation_of(mlp, family), SILU):
-            mix(mlp, GatedMLP, family=family, parts=family.mlp_parts(path))
+    for module, mixin, given in _parts(layer, family):
+        if not isinstance(module, mixin):
+            mix(module, mixin, **given)
 
 
 def use_stock_ops(layer: nn.Module, family: Family) -> None:
     """Undoes `use_one_op`. An MLP that holds R3 stays a GatedMLP."""
-    if isinstance(attention := module_at(layer, family.attention or family.mlp), OneOpRope):
-        unmix(attention)
+    for module, mixin, _ in _parts(layer, family):
+        if isinstance(module, mixin) and not hasattr(module, DOWN_ROTATION):
+            unmix(module)
+
+
+def _parts(layer: nn.Module, family: Family) -> Iterator[tuple[Any, type[Mixin], dict[str, Any]]]:
+    """The modules of a layer that one op can compute, each with its mixin and the attributes of that."""
+    attention = module_at(layer, family.attention or family.mlp)
+    if has_standard_rope(attention):
+        yield attention, OneOpRope, {}
     for norm in _rms_norms(layer, family):
-        if isinstance(norm, OneOpNorm):
-            unmix(norm)
-    for _, mlp in _mlps(layer, family):
-        if isinstance(mlp, GatedMLP) and not hasattr(mlp, DOWN_ROTATION):
-            unmix(mlp)
+        yield norm, OneOpNorm, {}
+    for path in family.down_modules:
+        mlp = module_at(layer, path)
+        if path != family.experts and isinstance(activation_of(mlp, family), SILU):
+            yield mlp, GatedMLP, {"family": family, "parts": family.mlp_parts(path)}
 
 
 def _rms_norms(layer: nn.Module, family: Family) -> Iterator[Any]:
@@ -90,10 +92,3 @@ def _rms_norms(layer: nn.Module, family: Family) -> Iterator[Any]:
         # one with a gate has a second argument
         if hasattr(norm, "variance_epsilon") and len(inspect.signature(norm.forward).parameters) == 1:
             yield norm
-
-
-def _mlps(layer: nn.Module, family: Family) -> Iterator[tuple[str, Any]]:
-    """The path and the module of each MLP of a layer with a gate; of no routed experts."""
-    for path in family.down_modules:
-        if path != family.experts:
-            yield path, module_at(layer, path)

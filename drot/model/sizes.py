@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from drot.core.errors import UserError
 
@@ -48,24 +48,8 @@ Width = Literal[
 ]
 #: the widths that are 0 in some models of a family, which then lack the linears of this width
 MAY_BE_ABSENT: tuple[Width, ...] = ("shared", "latent_q", "whole_query", "embedded")
-#: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
-#: attention, a short convolution or a Mamba, `keys` an attention whose keys are its values too, `lends` one
-#: whose keys and values later layers read too, `borrows` one that reads those of an earlier layer. In a model
-#: whose layers have one block each, `attention` is an attention, and `latent` experts that read a latent.
-LayerKind = Literal[
-    "", "dense", "linear", "linear dense", "keys", "keys dense", "lends", "borrows", "attention", "latent"
-]
-
-
 #: block of a layer with one block → the kind of the layer; an MLP is the usual of a model without experts
-ONE_BLOCK: dict[str, LayerKind] = {
-    "linear_attention": "linear",
-    "full_attention": "attention",
-    "mlp": "dense",
-    "moe": "",
-}
-#: what the entries of a config begin with that name the width of shared experts
-SHARED_WIDTH_NAMES = ("shared_expert", "moe_shared_expert", "shared")
+ONE_BLOCK = {"linear_attention": "linear", "full_attention": "attention", "mlp": "dense", "moe": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +89,14 @@ def _first_of(config: Any, *names: str) -> int:
     return int(next((number for name in names if (number := getattr(config, name, None))), 0))
 
 
-def layer_kind(config: Any, index: int) -> LayerKind:
-    """The kind of decoder layer `index`."""
+def layer_kind(config: Any, index: int) -> str:
+    """What decoder layer `index` has in place of the usual of its family, in words; "" for the usual.
+
+    `dense` is an MLP in place of experts, `linear` a linear attention, a short convolution or a Mamba, `keys`
+    an attention whose keys are its values too, `lends` one whose keys and values later layers read too,
+    `borrows` one that reads those of an earlier layer. In a model whose layers have one block each,
+    `attention` is an attention, and `latent` experts that read a latent.
+    """
     types = getattr(config, "layer_types", None) or ()
     attention = types[index] if types else ""
     if _one_block(config):
@@ -122,7 +112,7 @@ def layer_kind(config: Any, index: int) -> LayerKind:
         "lends": lends_keys(config, index) and not keys,
         "dense": _is_dense(config, index),
     }
-    return cast(LayerKind, " ".join(kind for kind, holds in found.items() if holds))
+    return " ".join(kind for kind, holds in found.items() if holds)
 
 
 def shares_keys(config: Any) -> bool:
@@ -235,7 +225,8 @@ def widths_of(config: Any, index: int) -> dict[Width, int]:
     # Hunyuan's config has a list of the same number for each layer, which transformers does not read
     sizes = (getattr(config, f"{of}intermediate_size", None) for of in ("moe_", ""))
     expert = next((size for size in sizes if size and isinstance(size, int)), 0)
-    shared = _first_of(config, *(f"{of}_intermediate_size" for of in SHARED_WIDTH_NAMES))
+    shared_names = (f"{of}_intermediate_size" for of in ("shared_expert", "moe_shared_expert", "shared"))
+    shared = _first_of(config, *shared_names)
     of_shared = _first_of(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     key, value = (
         getattr(config, f"linear_num_{of}_heads", 0) * getattr(config, f"linear_{of}_head_dim", 0)

@@ -9,7 +9,7 @@ from drot.checkpoint.quantization_config import QUANT_METHOD, quantization_confi
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
-from drot.model.families import down_widths, family_of, linear_names, linear_shapes
+from drot.model.families import down_widths, family_of, linears_of
 from drot.model.sizes import check_down_block, check_seqlen, experts_of, vocabulary_of
 from drot.sparse.packed import dense_linears
 
@@ -62,7 +62,7 @@ def check_recipe(
 
 def _check_ranks(config: Any, recipe: ResolvedRecipe, ranks: Ranks) -> None:
     """Raises UserError if a rank would have no sequence, or no row of a linear."""
-    rows = min(outputs for outputs, _ in linear_shapes(config).values())
+    rows = min(outputs for _, _, (outputs, _) in linears_of(config))
     if ranks.size > rows:
         raise UserError(f"at most {rows} ranks can share a linear of {rows} rows, got {ranks.size}")
     if recipe.reads_calibration:
@@ -83,23 +83,23 @@ def down_width(config: Any, pruning: PruningConfig) -> int:
     The largest number that divides all of them in a mixture, whose experts and other MLPs have different
     numbers; 0 if no such linear is pruned.
     """
-    names = (name for name, spec in linear_names(config) if spec.input == "r3")
+    names = (name for name, spec, _ in linears_of(config) if spec.input == "r3")
     return 0 if all(map(pruning.keeps, names)) else math.gcd(*down_widths(config))
 
 
 def _check_patterns(config: Any, pruning: PruningConfig) -> None:
     """Raises UserError for a pattern that matches no linear, and for n:m that does not divide its inputs."""
-    names, shapes = dict(linear_names(config)), linear_shapes(config)
+    linears = {name: (linear, inputs) for name, linear, (_, inputs) in linears_of(config)}
     patterns = [("keep", pattern) for pattern in pruning.keep]
     for field, pattern in patterns + [("sparsity_of", pattern) for pattern, _ in pruning.sparsity_of]:
-        if not any(matches(pattern, name) for name in names):
-            first = next(iter(names))
+        if not any(matches(pattern, name) for name in linears):
+            first = next(iter(linears))
             raise UserError(
                 f"the pattern {pattern!r} of `{field}` matches no linear of this model, which has "
                 f"{config.num_hidden_layers} layers: {first} is the name of a linear, which layers.0.* and "
-                f"{names[first].name} match"
+                f"{linears[first][0].name} match"
             )
-    for name, (_, size) in shapes.items():
+    for name, (_, size) in linears.items():
         sparsity = pruning.sparsity_for(name)
         if sparsity.structured and size % sparsity.m:
             raise UserError(

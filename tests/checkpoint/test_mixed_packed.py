@@ -19,7 +19,7 @@ from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.evaluation.speed import measure_speed
 from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
-from drot.model.families import linear_names
+from drot.model.families import linears_of
 from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart, fuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 TOKENS = random_tokens(4, 40)
 #: leaves dense: all of layer 0, k_proj of layer 1, down_proj of layer 2 (4:8)
 MIXED = dict(keep=("layers.0.*", "layers.1.self_attn.k_proj"), sparsity_of={"layers.2.mlp.down_proj": "4:8"})
-LAYER_0 = [name for name, _ in linear_names(small_model("llama").config) if name.startswith("layers.0.")]
+LAYER_0 = [name for name, *_ in linears_of(small_model("llama").config) if name.startswith("layers.0.")]
 DENSE_LINEARS = [*LAYER_0, "layers.1.self_attn.k_proj", "layers.2.mlp.down_proj"]
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot.checkpoint.convert import convert
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig, matches
-from drot.model.families import linear_names
+from drot.model.families import linears_of
 from drot.sparse.packed import PACKABLE, unpack_model
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ def prune(settings, recipe, **options):
         recipe = recipe.replace(boundary="auto")
     model = build(settings)
     # a pattern that matches no linear is refused, and OPT has no down_proj
-    names = [name for name, _ in linear_names(model.config)]
+    names = [name for name, _, _ in linears_of(model.config)]
     present = [pattern for pattern in recipe.pruning.keep if any(matches(pattern, name) for name in names)]
     chosen = [pair for pair in recipe.pruning.sparsity_of if any(matches(pair[0], name) for name in names)]
     recipe = recipe.replace(keep=present, sparsity_of=chosen)

@@ -244,7 +244,13 @@ def _add(
                     with safe_open(stored[positions].file, framework="pt") as other:
                         chosen = other.get_slice(positions)[first : first + len(rows)]
                     writer.add(f"{member}/positions", chosen.numpy().tobytes())
-                    rows = at_positions(rows, chosen)
+                    try:
+                        rows = at_positions(rows, chosen)
+                    except ValueError as error:
+                        raise UserError(
+                            f"{path}: {positions} is damaged or does not fit `model` ({error}): name the "
+                            "dense model of the checkpoint, or copy the checkpoint again"
+                        ) from None
                 whole = handle.get_slice(weight)
                 actual = whole[first : first + len(rows)] if whole.get_shape() else whole[...].reshape(1)
                 if actual.shape != rows.shape:
