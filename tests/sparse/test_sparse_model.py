@@ -300,9 +300,13 @@ def test_a_fused_model_loads_what_it_saves(place):
     state["model.layers.0.self_attn.k_proj.values"] = torch.zeros(3, 3)
     with pytest.raises(RuntimeError) as caught:
         one.load_state_dict(state)
-    for part in ('Missing key(s) in state_dict: "model.layers.1.mlp.up_proj.values"', "gate_proj.weight"):
+    for part in (
+        'Missing key(s) in state_dict: "model.layers.1.mlp.up_proj.values"',
+        "gate_proj.weight",
+        "size mismatch for model.layers.0.self_attn.k_proj.values: copying a param with shape torch.Size([3, 3])",
+        "the shape in current model is torch.Size([32, 16])",
+    ):
         assert part in str(caught.value)
-    assert "k_proj.values must be [32, 16], got [3, 3]" in str(caught.value)
 
 
 def test_autocast():
