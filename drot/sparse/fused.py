@@ -29,14 +29,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drot.core.errors import UserError
 from drot.model.boundary import RotateAndAdd, rotation_place
 from drot.model.decoder import DecoderModel
 from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer
 from drot.model.one_op import use_one_op, use_stock_ops
 from drot.ops import sparse24_linear
-from drot.sparse.linear import SparseLinear, in_dtype_of, is_packed
+from drot.sparse.linear import SparseLinear, in_dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -182,10 +181,8 @@ class DeferredLinear(SparseLinear):
 def fuse(model: "PreTrainedModel") -> None:
     """Fuses the products of every decoder layer of a packed model, in place; see the table above.
 
-    A model that is fused already stays as it is. Raises UserError for a model that is not packed.
+    A model that is fused already stays as it is.
     """
-    if not is_packed(model):
-        raise UserError("fuse needs a packed model, got one with dense weights: call pack_model first")
     for layer in DecoderModel(model).layers:
         _fuse_layer(layer)
 
