@@ -36,13 +36,7 @@ from drot.core.errors import UserError, quoted
 from drot.serving.answers import reading_answers
 from drot.serving.conversation import LEAST_TEMPERATURE
 from drot.serving.engine import SEED, STOPPED, Engine, OneEngine, stops_of
-from drot.serving.requests import (
-    BEYOND_OPENAI,
-    Chat,
-    Completion,
-    check_body,
-    check_prompt,
-)
+from drot.serving.requests import BEYOND_OPENAI, Chat, Completion, check_body, check_prompt
 from drot.serving.stops import before_stop
 
 #: seconds that running requests have to end when the server stops, and streams then have to say so
