@@ -11,7 +11,8 @@ NUMBERS_OF_THREADS = (1, 2, 4)
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def with_threads(count: int) -> Iterator[None]:
+    """A block in which torch has `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -32,7 +33,7 @@ def products_have_the_same_bytes() -> bool:
         b = torch.randn(inner, columns, generator=generator)
         found = []
         for count in NUMBERS_OF_THREADS:
-            with _threads(count):
+            with with_threads(count):
                 found.append(a @ b)
         if not all(torch.equal(product, found[0]) for product in found):
             return False
@@ -43,4 +44,4 @@ def threads(count: int) -> contextlib.AbstractContextManager[None]:
     """A context with `count` threads of torch. Skips the test where even products depend on the number."""
     if not products_have_the_same_bytes():
         pytest.skip("the matrix products of this machine depend on the number of threads")
-    return _threads(count)
+    return with_threads(count)

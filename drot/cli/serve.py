@@ -65,17 +65,17 @@ def serve(
         device=device,
         dtype=dtype,
     )
-    with listening, started as served:
+    with listening, started as server:
         taken = listening.getsockname()[1]
         address = f"http://{f'[{host}]' if ':' in host else host}:{taken}/v1"
         if host not in LOCAL:
             tell(f"drot: everyone who reaches {host} can use the model: the server has no password")
-        if alone := served.engine.always_alone:
+        if alone := server.engine.always_alone:
             named = ", ".join(f"{key}={value}" for key, value in alone.items())
             tell(f"drot: generation_config.json has {named}: requests are generated one at a time")
-        print_line(f"{own} is served at {address} (up to {served.engine.context} tokens). For example:")
-        print_line(example(address, own, chat=served.chat))
-        served.run(listening)
+        print_line(f"{own} is served at {address} (up to {server.engine.context} tokens). For example:")
+        print_line(example(address, own, chat=server.chat))
+        server.run([listening])
 
 
 def example(address: str, name: str, *, chat: bool) -> str:

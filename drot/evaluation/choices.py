@@ -6,7 +6,7 @@ it gives the highest probability. The questions follow from the token ids alone,
 a network.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -87,20 +87,3 @@ def score(predictions: Predictions, progress: Progress = silent) -> Score:
     accuracy = float(right.mean())
     stderr = (accuracy * (1 - accuracy) / len(right)) ** 0.5
     return Score(accuracy=accuracy, stderr=stderr, metric="acc", fewshot=0)
-
-
-def scores(
-    texts: Mapping[str, Tensor],
-    predictions: Callable[[Tensor, int], Predictions],
-    count: int | None = None,
-    progress: Progress = silent,
-) -> dict[str, Score]:
-    """Task (`task_names`) → the score of a model.
-
-    texts: name → token ids [n]. predictions: of the model, for the windows of a length in token ids.
-    count: the questions on each text; None is QUESTIONS.
-    """
-    return {
-        name: score(predictions(questions(tokens, count or QUESTIONS).flatten(), LENGTH), progress)
-        for name, tokens in zip(task_names([OWN_TASK], texts), texts.values(), strict=True)
-    }

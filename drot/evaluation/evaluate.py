@@ -304,8 +304,10 @@ def measure(
         records[source] = text_record(source, tokens, seqlen)
     scores: dict[str, Score] = {}
     if choices.OWN_TASK in setup.task_names:
-        of_model = functools.partial(predictions, model)
-        scores = choices.scores(texts, of_model, setup.task_options.limit, progress)
+        own_tasks = choices.task_names(setup.task_names, texts)
+        for task, tokens in zip(own_tasks, texts.values(), strict=True):
+            asked = choices.questions(tokens, setup.task_options.limit or choices.QUESTIONS)
+            scores[task] = choices.score(predictions(model, asked.flatten(), choices.LENGTH), progress)
     if setup.tasks is not None:
         check_logits(model.model)
         scores |= run_tasks(model.model, tokenizer, setup.tasks, setup.task_options)

@@ -99,12 +99,12 @@ def move_models(models: list[PreTrainedModel], name: str, device: torch.device) 
     """
     moved = [model for model in models if next(model.parameters()).device != device]
     needed = sum(int(model.get_memory_footprint()) for model in moved)
-    free = memory_left(device) if is_gpu(device) else None
-    stream = free is not None and needed > WEIGHTS_SHARE * free
-    if stream and free is not None:
+    free = memory_left(device)
+    stream = needed > WEIGHTS_SHARE * free
+    if stream:
         _warn_of_size(name, len(models) > 1, needed, device, free)
     for model in models:
         model.to(torch.device("cpu") if stream else device)  # type: ignore[arg-type]
-        if not stream and compresses() and (free is None or 2 * needed <= WEIGHTS_SHARE * free):
+        if not stream and compresses() and 2 * needed <= WEIGHTS_SHARE * free:
             compress_model(model)  # takes as many bytes as the packed weights
     return stream

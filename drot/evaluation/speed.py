@@ -285,17 +285,11 @@ def verdict(dense: Timing, timing: Timing, repeats: int) -> str:
 
 
 def weight_bytes(model: PreTrainedModel, what: str) -> int:
-    """Bytes of the weights of one decoder layer (`what` is "layer"), or of the whole model ("model")."""
-    layers = DecoderModel(model).layer_modules
-    if what == "layer":
-        return _bytes(layers[0])
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    outside = (parameter.nbytes for parameter in model.parameters() if id(parameter) not in inside)
-    return sum(map(_bytes, layers)) + sum(outside)
+    """Bytes of the weights of one decoder layer (`what` is "layer"), or of the whole model ("model").
 
-
-def _bytes(layer: nn.Module) -> int:
-    """Bytes of a layer's parameters and of the compressed forms of its weights."""
-    compressed = [linear.compressed for _, linear in packed_linears(layer)]
-    tensors = [*layer.parameters(), *(tensor for tensor in compressed if tensor is not None)]
+    The compressed forms of packed weights are counted too.
+    """
+    module = DecoderModel(model).layer_modules[0] if what == "layer" else model
+    compressed = [linear.compressed for _, linear in packed_linears(module)]
+    tensors = [*module.parameters(), *(tensor for tensor in compressed if tensor is not None)]
     return sum(tensor.nbytes for tensor in tensors)

@@ -12,10 +12,10 @@ from drot.checkpoint.opening import load_config
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.cases import LARGEST_TOKENS, check_positions, within_positions
-from drot.evaluation.speed import set_compressed
 from drot.machine.devices import is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed
+from drot.sparse.packed import compress_model
 
 #: The numbers of tokens that are tuned by default, for a model with learned positions at most their number.
 #: Numbers up to the same power of two share a choice, and up to 16 tokens there is one algorithm alone.
@@ -69,7 +69,7 @@ def tune(
     if not is_packed(loaded):
         raise UserError(f'{model} is not packed: write it with `format="packed"`, or with drot convert')
     before = _products(file)
-    set_compressed(loaded, "prefill")
+    compress_model(loaded)
     for number, size in enumerate(tokens, 1):
         ids = torch.randint(loaded.config.vocab_size, (1, size), device=loaded.device)
         loaded(ids, use_cache=False, logits_to_keep=1)

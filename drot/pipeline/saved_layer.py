@@ -16,7 +16,7 @@ from drot.model.dtypes import stored_floats
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases
 from drot.model.stored import as_dense, load_stored
-from drot.sparse.linear import unpacked
+from drot.sparse.linear import PackedWeight
 from drot.sparse.packed import pack_layer
 
 
@@ -82,6 +82,6 @@ def dense_tensors(layer: DecoderLayer, tensors: dict[str, Tensor]) -> dict[str, 
     own = dict(tensors)
     for name in [name for name in own if name.endswith(".values")]:
         packed = name.removesuffix(".values")
-        weight = unpacked(own.pop(name), own.pop(f"{packed}.positions"))
+        weight = PackedWeight(own.pop(name), own.pop(f"{packed}.positions")).to_dense()
         own.update([as_dense(layer, packed, weight)])
     return own

@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from fastapi import HTTPException
@@ -26,7 +27,7 @@ from drot.machine.devices import is_gpu
 from drot.model.compiled import compiled_settings
 from drot.model.sizes import head_shape, positions_of
 from drot.serving.sampling import Sampling, beyond_a_batch, sampling_of
-from drot.serving.stops import AtStop, QueueBeforeStop, before_stop
+from drot.serving.stops import AtStop, StreamQueue, before_stop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +40,8 @@ PAGE = 256
 CPU_CACHE_TOKENS, CPU_STEP_TOKENS = 16384, 512
 #: seconds in which a GPU or a CPU must generate the first token of a new server
 PATIENCE = 300.0
+#: the error of a stream that ends before its answer
+STOPPED = "the server was stopped: the answer is not whole"
 ONE_AT_A_TIME = "try `sequential=True`, which generates one request at a time"
 
 
@@ -63,24 +66,12 @@ class Alone(GenerateManager):
             config.update(**compiled_settings(tokens, self.context))
         return inputs
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *request: Any, **options: Any
-    ) -> Any:
-        """What transformers' class returns."""
-        model = _Asked(model, gen_config)
-        queue, streamer = super().generate_streaming(
-            model, processor, inputs, gen_config, *request, **options
-        )
-        stops = stops_of(gen_config)
-        return (QueueBeforeStop(queue, stops) if stops else queue), streamer
-
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """What transformers' class returns. A cancelled request stops."""
         gone = threading.Event()
         inputs = {**inputs, "stopping_criteria": [_Gone(gone)]}
-        model = _Asked(model, gen_config)
         answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
         try:
             text, *tokens = await asyncio.shield(asyncio.ensure_future(answer))
@@ -258,7 +249,7 @@ class Engine(BaseGenerateManager):
     """Generates each request in the batch, or alone if there is none or the batch cannot hold its settings.
 
     context: the most tokens of a prompt and its answer.
-    closing: set when the streams are to end, since the server stops.
+    streams: those that the server still sends.
     always_alone: the settings of the model, of generation_config.json, with which no request can be batched.
     """
 
@@ -281,7 +272,7 @@ class Engine(BaseGenerateManager):
         context = positions_of(model.config)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
-        self.closing = asyncio.Event()
+        self.streams: WeakSet[StreamQueue] = WeakSet()
         self.always_alone: dict[str, Any] = {}
         if not sequential and model.generation_config is not None:
             self.always_alone = beyond_a_batch(model.generation_config)
@@ -295,7 +286,12 @@ class Engine(BaseGenerateManager):
     ) -> Any:
         """The queue of the pieces of text and the streamer. Raises HTTPException 400 for a long prompt."""
         engine, inputs = self._prepared(inputs, gen_config)
-        return engine.generate_streaming(model, processor, inputs, gen_config, *request, **options)
+        queue, streamer = engine.generate_streaming(
+            _Asked(model, gen_config), processor, inputs, gen_config, *request, **options
+        )
+        stream = StreamQueue(queue, streamer, stops_of(gen_config))
+        self.streams.add(stream)
+        return stream, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
@@ -303,7 +299,13 @@ class Engine(BaseGenerateManager):
         """Text, number of the tokens of the prompt, and the new tokens. Raises HTTPException as above."""
         # up to the first `await`, where the request is in the batch, no other request comes between
         engine, inputs = self._prepared(inputs, gen_config)
-        return await engine.generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        asked = _Asked(model, gen_config)
+        return await engine.generate_non_streaming(asked, processor, inputs, gen_config, request_id)
+
+    def end_streams(self) -> None:
+        """Ends the streams whose answer is not whole with the error STOPPED."""
+        for stream in self.streams:
+            stream.end(STOPPED)
 
     def _prepared(self, inputs: Any, config: GenerationConfig) -> tuple[Any, dict[str, Any]]:
         """What generates a request, and the inputs that it takes.

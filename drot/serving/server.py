@@ -13,7 +13,6 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
@@ -36,14 +35,8 @@ from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.serving.answers import reading_answers
 from drot.serving.conversation import LEAST_TEMPERATURE
-from drot.serving.engine import SEED, Engine, OneEngine, stops_of
-from drot.serving.requests import (
-    BEYOND_OPENAI,
-    Chat,
-    Completion,
-    check_body,
-    check_prompt,
-)
+from drot.serving.engine import SEED, STOPPED, Engine, OneEngine, stops_of
+from drot.serving.requests import BEYOND_OPENAI, Chat, Completion, check_body, check_prompt
 from drot.serving.stops import before_stop
 
 #: seconds that running requests have to end when the server stops, and streams then have to say so
@@ -99,7 +92,7 @@ class _OneModel:
 
     def _streaming(self, *request: Any, **options: Any) -> Any:
         response = super()._streaming(*request, **options)  # type: ignore[misc]
-        response.body_iterator = _with_end(response.body_iterator, self.engine)
+        response.body_iterator = _with_end(response.body_iterator)
         return response
 
 
@@ -107,55 +100,17 @@ def _no_other(name: str, asked: Any) -> str:
     return f"this server has the model {name!r} and no other, got {shortened(asked)}"
 
 
-async def _with_end(parts: Any, engine: Engine) -> AsyncIterator[str]:
-    """`parts`, and the line that ends a stream in OpenAI's API; an error if the engine closes before.
-
-    An answer is whole with the part that says why it ended.
-    """
-    whole = False
-    came: asyncio.Queue[str | None] = asyncio.Queue()
-
-    async def receive() -> None:
-        try:
-            async with contextlib.aclosing(parts):
-                async for part in parts:
-                    came.put_nowait(part)
-        finally:
-            came.put_nowait(None)
-
-    # a task of its own, which can be cancelled while it waits for a token
-    receiving = asyncio.ensure_future(receive())
-    closing = asyncio.ensure_future(engine.closing.wait())
-    coming: asyncio.Future[str | None] | None = None
-    try:
-        while True:
-            coming = asyncio.ensure_future(came.get())
-            await asyncio.sleep(0)  # takes what is there, also when the engine closes
-            if not coming.done():
-                await asyncio.wait((coming, closing), return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                break
-            if (part := coming.result()) is None:
-                await receiving  # raises what it raised
-                break
+async def _with_end(parts: Any) -> AsyncIterator[str]:
+    """`parts`, and the line that ends a stream in OpenAI's API; an error as that API has it."""
+    async with contextlib.aclosing(parts):
+        async for part in parts:
             text, mark, problem = part.partition(STREAM_ERROR)
             yield text
             if mark:
-                yield _line_of_error(500, problem.removesuffix(STREAM_ERROR_END))
+                message = problem.removesuffix(STREAM_ERROR_END)
+                yield f"data: {json.dumps(_error(503 if message == STOPPED else 500, message))}\n\n"
                 return
-            whole |= '"finish_reason":"' in part  # in the text of an answer, quotes have backslashes
-    finally:
-        for task in (receiving, closing, coming):
-            if task is not None:
-                task.cancel()
-    if engine.closing.is_set() and not whole:
-        yield _line_of_error(503, "the server was stopped: the answer is not whole")
-        return
     yield "data: [DONE]\n\n"
-
-
-def _line_of_error(status: int, message: str) -> str:
-    return f"data: {json.dumps(_error(status, message))}\n\n"
 
 
 class _Chat(_OneModel, ChatCompletionHandler):
@@ -296,44 +251,35 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Answers until it is stopped. Then it takes no request, and those that run have GRACE seconds to end."""
-
-    def __init__(self, app: FastAPI, engine: Engine) -> None:
-        super().__init__(
-            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + LAST_WORDS)
-        )
-        self.engine = engine
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends the streams that still run after GRACE; uvicorn would cut them without a word."""
-        asyncio.get_running_loop().call_later(GRACE, self.engine.closing.set)
-        await super().shutdown(sockets)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model with the engine that generates its answers.
+    """Answers until it is stopped. Then it takes no request, and those that run have GRACE seconds to end.
 
     engine: what generates. Its `context` is the most tokens of a prompt and its answer.
     chat: whether the model has a chat template.
     """
 
-    app: FastAPI
-    engine: Engine
-    chat: bool
+    def __init__(self, app: FastAPI, engine: Engine, chat: bool) -> None:
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE + LAST_WORDS)
+        )
+        self.engine, self.chat = engine, chat
 
-    def run(self, listening: socket.socket) -> None:
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Answers requests until SIGINT or SIGTERM, which is then raised again."""
-        server, log = Server(self.app, self.engine), getLogger("uvicorn.error")
+        log = getLogger("uvicorn.error")
 
         def runs(record: object) -> bool:  # of an answer that it cuts uvicorn logs the traceback
-            return not server.should_exit
+            return not self.should_exit
 
         log.addFilter(runs)
         try:
-            server.run(sockets=[listening])
+            super().run(sockets)
         finally:
             log.removeFilter(runs)  # another server of this process may follow
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the streams that still run after GRACE; uvicorn would cut them without a word."""
+        asyncio.get_running_loop().call_later(GRACE, self.engine.end_streams)
+        await super().shutdown(sockets)
 
 
 @contextlib.contextmanager
@@ -346,8 +292,8 @@ def serving(
     compiled: Callable[[Any], bool] | None = None,
     device: str = "auto",
     dtype: str = "auto",
-) -> Iterator[Served]:
-    """The model at `model`, which requests call `name`. At the end of the block its engine stops.
+) -> Iterator[Server]:
+    """A server of the model at `model`, which requests call `name`. At the end of the block its engine stops.
 
     Raises UserError as `drot.load` does, for a model without a fast tokenizer, and for one that cannot be
     batched, unless `sequential`.
@@ -370,6 +316,6 @@ def serving(
     try:
         app = application(loaded, tokenizer, name, engine)
         with reading_answers(loaded, tokenizer):
-            yield Served(app, engine, bool(tokenizer.chat_template))
+            yield Server(app, engine, bool(tokenizer.chat_template))
     finally:
         engine.stop()

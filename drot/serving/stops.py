@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria
+from transformers.cli.serving.utils import _StreamError
 
 #: the most tokens of a character, which tokens of single bytes may divide
 TOKENS_OF_A_CHARACTER = 4
@@ -77,13 +78,19 @@ class AtStop(StoppingCriteria):
         return torch.full((1,), found, device=input_ids.device)
 
 
-class QueueBeforeStop:
+class StreamQueue:
     """The queue of a stream of transformers, without the first stop and the texts after it."""
 
-    def __init__(self, queue: Any, stops: Sequence[str]) -> None:
-        self.queue, self.answer = queue, BeforeStop(stops)
+    def __init__(self, queue: Any, streamer: Any, stops: Sequence[str]) -> None:
+        """streamer: what fills `queue`."""
+        self.queue, self.streamer, self.answer = queue, streamer, BeforeStop(stops)
         self.kind: Any = str
         self.ready: deque[Any] = deque()
+
+    def end(self, problem: str) -> None:
+        """Ends the stream with an error, unless its answer is whole: its end lies before the error then."""
+        self.streamer.cancel()
+        self.queue.put_nowait(_StreamError(problem))
 
     async def get(self) -> Any:
         """The next item, when there is one."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from drot.ops import pack24, sparse24_linear
-from drot.sparse.linear import PackedWeight, in_dtype_of, unpacked
+from drot.sparse.linear import PackedWeight, in_dtype_of
 
 
 class SparseExperts(PackedWeight):
@@ -34,11 +34,6 @@ class SparseExperts(PackedWeight):
         *sizes, columns = weights.shape
         positions = weights.new_empty(*sizes, columns // 8, dtype=torch.uint8)
         return cls(weights.new_empty(*sizes, columns // 2), positions)
-
-    def to_dense(self) -> Tensor:
-        """The weights [experts, out, in]. Raises ValueError that names the first row, counted through all
-        experts, whose positions do not ascend."""
-        return unpacked(self.values, self.positions)
 
     def forward(self, x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
         """x [n, in] -> [n, out] of `expert`, in the dtype of values. Under autocast, x is cast to it."""

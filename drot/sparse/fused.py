@@ -29,14 +29,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drot.core.errors import UserError
 from drot.model.boundary import RotateAndAdd, rotation_place
 from drot.model.decoder import DecoderModel
 from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer
 from drot.model.one_op import use_one_op, use_stock_ops
 from drot.ops import sparse24_linear
-from drot.sparse.linear import SparseLinear, in_dtype_of, is_packed
+from drot.sparse.linear import SparseLinear, in_dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,24 +78,28 @@ class FusedLinear(SparseLinear):
         """
         source, outputs = self.pending
         if source is not x:
-            return sparse24_linear(in_dtype_of(self.values, x), **self.rows(index))
+            output: Tensor = self.linear(index)(x)
+            return output
         if index == len(self.sizes) - 1:
             self.pending = (None, ())  # frees the memory before the next forward pass
         return outputs[index]
 
-    def rows(self, index: int) -> dict[str, Tensor]:
-        """values, positions and, if there is one, bias of linear `index`, as views."""
-        return {
-            name: parameter.detach().split(self.sizes)[index] for name, parameter in self.named_parameters()
-        }
+    def linear(self, index: int) -> SparseLinear:
+        """Linear `index` alone. It shares the memory of the fused weight."""
+        parameters = self.named_parameters()
+        return SparseLinear(**{name: each.detach().split(self.sizes)[index] for name, each in parameters})
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + name: tensor for name, tensor in self.rows(0).items()})
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        _load_into(self.rows(0), state_dict, prefix, *rest)
+    def load_linear(self, index: int, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        """`_load_from_state_dict` of linear `index`."""
+        _load_in_place(self.linear(index), state_dict, prefix, *rest)
         if self.keeps_compressed:
             self.compress()
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        self.linear(0)._save_to_state_dict(*arguments)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.load_linear(0, *arguments)
 
 
 class FusedPart(nn.Module):
@@ -111,14 +114,11 @@ class FusedPart(nn.Module):
         """x [..., in] -> [..., sizes[index]]."""
         return self.fused[0].part(x, self.index)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        rows = self.fused[0].rows(self.index)
-        destination.update({prefix + name: tensor for name, tensor in rows.items()})
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        self.fused[0].linear(self.index)._save_to_state_dict(*arguments)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        _load_into(self.fused[0].rows(self.index), state_dict, prefix, *rest)
-        if self.fused[0].keeps_compressed:
-            self.fused[0].compress()
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.fused[0].load_linear(self.index, *arguments)
 
 
 class FusedRotation(RotateAndAdd):
@@ -147,34 +147,26 @@ class FusedRotation(RotateAndAdd):
         weight = (down.values, down.positions, bias)
         return sparse24_linear(x, *weight, residual, self.q, compressed=down.compressed)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.q.detach().T.contiguous()
+    def linear(self) -> nn.Linear:
+        """The rotation alone. It shares the memory of q."""
+        size = self.q.shape[0]
+        rotation = nn.Linear(size, size, bias=False, device="meta")
+        rotation.weight = nn.Parameter(self.q.detach().T, requires_grad=False)
+        return rotation
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        _load_into({"weight": self.q.detach().T}, state_dict, prefix, *rest)
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        self.linear()._save_to_state_dict(*arguments)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        _load_in_place(self.linear(), state_dict, prefix, *rest)
 
 
-@torch.no_grad()
-def _load_into(
-    views: dict[str, Tensor],
-    state_dict: Any,
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """nn.Module._load_from_state_dict for `views`, tensors that share their memory with parameters."""
-    for name, view in views.items():
-        given = state_dict.get(prefix + name)
-        if given is None:
-            missing.append(prefix + name)
-        elif given.shape != view.shape:
-            errors.append(f"{prefix}{name} must be {list(view.shape)}, got {list(given.shape)}")
-        else:
-            view.copy_(given)
-    unexpected += [key for key in state_dict if key.startswith(prefix) and key[len(prefix) :] not in views]
+def _load_in_place(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+    """Loads a module that shares the memory of a fused one.
+
+    The metadata of the state dict are left out: they can ask for new tensors, which the fused one would lack.
+    """
+    module._load_from_state_dict(state_dict, prefix, {}, *rest)
 
 
 class DeferredLinear(SparseLinear):
@@ -189,10 +181,8 @@ class DeferredLinear(SparseLinear):
 def fuse(model: "PreTrainedModel") -> None:
     """Fuses the products of every decoder layer of a packed model, in place; see the table above.
 
-    A model that is fused already stays as it is. Raises UserError for a model that is not packed.
+    A model that is fused already stays as it is.
     """
-    if not is_packed(model):
-        raise UserError("fuse needs a packed model, got one with dense weights: call pack_model first")
     for layer in DecoderModel(model).layers:
         _fuse_layer(layer)
 
@@ -255,7 +245,7 @@ def _unfuse_layer(layer: DecoderLayer) -> None:
         linears = [first for first, *_ in layer.modules_of(group)]
         if isinstance(fused := linears[0].module, FusedLinear):
             for index, linear in enumerate(linears):
-                linear.module = SparseLinear(**fused.rows(index))
+                linear.module = fused.linear(index)
     unfuse_rotation(layer)
 
 
@@ -265,10 +255,7 @@ def unfuse_rotation(layer: DecoderLayer) -> None:
     if rotation_place(rotated) != "residual":
         return
     if isinstance(fused := rotated.residual_rotation, FusedRotation):
-        size = fused.q.shape[0]
-        rotation = nn.Linear(size, size, bias=False, device="meta")
-        rotation.weight = nn.Parameter(fused.q.detach().T.contiguous(), requires_grad=False)
         (linear,) = layer.linears_of(layer.groups[-1])
         down = linear.module
         linear.module = SparseLinear(down.values, down.positions, down.bias)
-        rotated.residual_rotation = rotation
+        rotated.residual_rotation = fused.linear()

@@ -39,10 +39,11 @@ class PackedWeight(nn.Module):
             raise UserError(NOT_TRAINABLE)
         return super().train(mode)
 
-
-def unpacked(values: Tensor, positions: Tensor) -> Tensor:
-    """The dense weight [..., out, in] of a PackedWeight. Raises ValueError as `unpack24`."""
-    return unpack24(values.flatten(0, -2), positions.flatten(0, -2)).unflatten(0, values.shape[:-1])
+    def to_dense(self) -> Tensor:
+        """The weight [..., out, in]. Raises ValueError that names the first row, counted through all experts,
+        whose positions do not ascend."""
+        rows = unpack24(self.values.flatten(0, -2), self.positions.flatten(0, -2))
+        return rows.unflatten(0, self.values.shape[:-1])
 
 
 def in_dtype_of(values: Tensor, x: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class SparseLinear(PackedWeight):
     def to_linear(self) -> nn.Linear:
         """The dense nn.Linear. Raises ValueError that names the first row whose positions do not ascend."""
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(unpack24(self.values, self.positions), requires_grad=False)
+        linear.weight = nn.Parameter(self.to_dense(), requires_grad=False)
         linear.register_parameter("bias", self.bias)
         return linear
 

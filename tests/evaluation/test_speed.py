@@ -16,13 +16,7 @@ from drot.core.errors import UserError
 from drot.evaluation import speed, timing, variants
 from drot.evaluation.cases import Case
 from drot.evaluation.timing import Replay, Timing, interleaved, replayed
-from drot.evaluation.variants import (
-    DENSE,
-    ROTATED,
-    SPARSE,
-    layer_variants,
-    model_variants,
-)
+from drot.evaluation.variants import DENSE, ROTATED, SPARSE, layer_variants, model_variants
 from drot.model.boundary import down_rotations, rotation_place
 from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask

@@ -29,26 +29,50 @@ def task_manager(**options):
     return pytest.importorskip("lm_eval.tasks").TaskManager(**options)
 
 
+@pytest.fixture
+def use_manager(monkeypatch):
+    """A function that lets drot take the TaskManager that it is given."""
+    return lambda manager: monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+
+
+@pytest.fixture
+def know(use_manager, tmp_path):
+    """A function that lets lm_eval know some tasks alone: name of a file → its text. They ask `rows`."""
+
+    def write(rows, *folders, **tasks):
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        for name, text in tasks.items():
+            (tmp_path / f"{name}.yaml").write_text(text.replace("FILE", str(tmp_path / "data.jsonl")))
+        folders = [str(folder) for folder in (tmp_path, *folders)]
+        use_manager(task_manager(include_path=folders, include_defaults=False))
+
+    return write
+
+
+#: the folder of drot_continuation
+OWN = Path(continuation.__file__).parent
+#: one question of TASK
+ROW = {"question": "import", "choices": ["self", "self self"], "answer": 0}
+LETTERS = "group: letters\ntask: [two_letters]\naggregate_metric_list: [{metric: acc}]\n"
 TASK = """
 task: two_letters
 dataset_path: json
 dataset_kwargs:
   data_files:
-    test: {file}
+    test: FILE
 test_split: test
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
 metric_list:
   - metric: acc
 """
 
 
-def test_limit_batch_size_and_examples(monkeypatch, capfd):
+def test_limit_batch_size_and_examples(know, monkeypatch, capfd):
     """What lm_eval is asked; and off a terminal neither its bars nor what git says are seen."""
-    manager = task_manager(include_path=str(Path(continuation.__file__).parent), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    know([], OWN)
     import lm_eval
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -70,13 +94,10 @@ def test_limit_batch_size_and_examples(monkeypatch, capfd):
     assert "fatal" not in told and "it/s" not in told
 
 
-def test_the_recorded_number_of_examples_is_the_one_that_was_used(monkeypatch, tmp_path, caplog):
+def test_the_recorded_number_of_examples_is_the_one_that_was_used(know, caplog):
     """A task that says a number itself keeps it, whatever was asked."""
     rows = [{"question": "import", "choices": ["self", "x"], "answer": i % 2} for i in range(4)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "task.yaml").write_text(TASK.format(file=tmp_path / "data.jsonl") + "num_fewshot: 0\n")
-    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    know(rows, task=TASK + "num_fewshot: 0\n")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     found = run_tasks(model, tokenizer, load_tasks(["two_letters"]), TaskOptions(num_fewshot=2))
@@ -90,7 +111,7 @@ def test_task_options_that_mean_nothing(options):
         TaskOptions(**options)
 
 
-def test_lm_evals_own_command_line_under_drot_run(tmp_path, monkeypatch, capsys):
+def test_lm_evals_own_command_line_under_drot_run(know, tmp_path, monkeypatch, capsys):
     """A rotated, packed checkpoint by `lm_eval --model hf`, on a local task and on drot's own.
 
     Without lm_eval's other tasks, whose index takes seconds to read; `manager` reads it.
@@ -106,11 +127,7 @@ def test_lm_evals_own_command_line_under_drot_run(tmp_path, monkeypatch, capsys)
         format="packed",
     )
     rows = [{"question": "import", "choices": ["self", "x"], "answer": i % 2} for i in range(4)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=tmp_path / "data.jsonl"))
-    folders = [str(tmp_path), str(Path(continuation.__file__).parent)]
-    manager = task_manager(include_path=folders, include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    know(rows, OWN, two_letters=TASK)
     monkeypatch.setattr(sys, "argv", ["drot"])
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # which lm_eval sets
     line = (
@@ -123,15 +140,13 @@ def test_lm_evals_own_command_line_under_drot_run(tmp_path, monkeypatch, capsys)
     assert {"two_letters", "drot_continuation"} <= set(rows_printed)
 
 
-def test_accuracy_of_a_local_task(tmp_path, monkeypatch, caplog):
+def test_accuracy_of_a_local_task(know, caplog):
     """The accuracy is the share of questions for which the model's logits make the right answer likelier."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
     questions = ["import", "def f(x):\n    return", "class A:\n    def", "for i in", "if not", "raise"]
     rows = [{"question": q, "choices": ["self", "x"], "answer": i % 2} for i, q in enumerate(questions)]
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps(row) for row in rows))
-    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=data))
+    know(rows, two_letters=TASK)
 
     def score(question, choice):
         context = tokenizer(question).input_ids
@@ -143,8 +158,6 @@ def test_accuracy_of_a_local_task(tmp_path, monkeypatch, caplog):
     right = [score(r["question"], "self") > score(r["question"], "x") for r in rows]
     expected = sum(r == (i % 2 == 0) for i, r in enumerate(right)) / len(rows)
 
-    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
     tasks = load_tasks(["two_letters", "two_letters"])
     scores = run_tasks(model, tokenizer, tasks)
     assert list(scores) == ["two_letters"]
@@ -157,31 +170,17 @@ def test_accuracy_of_a_local_task(tmp_path, monkeypatch, caplog):
     assert logging.getLogger("lm_eval").level != logging.ERROR
 
 
-def test_accuracy_of_a_group(tmp_path, monkeypatch):
+def test_accuracy_of_a_group(know):
     """A group of tasks is evaluated by its name."""
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"question": "import", "choices": ["self", "self self"], "answer": 0}))
-    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=data))
-    (tmp_path / "letters.yaml").write_text(
-        "group: letters\ntask: [two_letters]\naggregate_metric_list: [{metric: acc}]\n"
-    )
-    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    know([ROW], two_letters=TASK, letters=LETTERS)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     tasks = load_tasks(["letters"])
     scores = run_tasks(model, AutoTokenizer.from_pretrained(MODEL), tasks)
     assert {name: found.accuracy for name, found in scores.items()} == {"letters": 1.0}
 
 
-def test_a_group_without_accuracy_is_refused_before_the_work(tmp_path, monkeypatch):
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"question": "import", "choices": ["self", "self self"], "answer": 0}))
-    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=data))
-    (tmp_path / "letters.yaml").write_text(
-        "group: letters\ntask: [two_letters]\naggregate_metric_list: [{metric: exact_match}]\n"
-    )
-    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+def test_a_group_without_accuracy_is_refused_before_the_work(know):
+    know([ROW], two_letters=TASK, letters=LETTERS.replace("acc", "exact_match"))
     with pytest.raises(UserError, match="letters must report acc, but it reports exact_match"):
         load_tasks(["letters"])
 
@@ -193,9 +192,9 @@ def manager():
 
 
 @pytest.mark.parametrize("name", ["no_such_task", "ai2_arc"])
-def test_unknown_task(manager, monkeypatch, name):
+def test_unknown_task(manager, use_manager, name):
     """A tag, such as ai2_arc, is refused too, because lm_eval reports nothing under its name."""
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    use_manager(manager)
     with pytest.raises(UserError, match=f"lm_eval has no task {name}: list its tasks with: lm_eval ls tasks"):
         load_tasks([name])
 
@@ -206,23 +205,18 @@ def test_without_lm_eval(monkeypatch):
         load_tasks(["piqa"])
 
 
-def test_a_task_that_cannot_be_loaded(manager, monkeypatch):
+def test_a_task_that_cannot_be_loaded(manager, use_manager, monkeypatch):
     def get_task_dict(names, manager):
         raise RuntimeError("could not load")
 
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    use_manager(manager)
     monkeypatch.setattr("lm_eval.tasks.get_task_dict", get_task_dict)
     with pytest.raises(UserError, match=r"cannot load lm_eval's task piqa \(could not load\): it may need"):
         load_tasks(["piqa"])
 
 
-def test_a_task_without_accuracy_is_refused_before_it_runs(tmp_path, monkeypatch):
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"question": "a", "choices": ["b", "c"], "answer": 0}))
-    task = TASK.replace("metric: acc", "metric: brier_score")
-    (tmp_path / "two_letters.yaml").write_text(task.format(file=data))
-    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+def test_a_task_without_accuracy_is_refused_before_it_runs(know):
+    know([ROW], two_letters=TASK.replace("metric: acc", "metric: brier_score"))
     with pytest.raises(UserError, match="two_letters must report acc, but it reports brier_score"):
         load_tasks(["two_letters"])
 
@@ -257,41 +251,36 @@ task: gsm8k
 dataset_path: json
 dataset_kwargs:
   data_files:
-    test: {file}
+    test: FILE
 test_split: test
 fewshot_split: test
 output_type: generate_until
-doc_to_text: "{{{{question}}}} ="
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\n"], max_gen_toks: 3}}
+doc_to_text: "{{question}} ="
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\n"], max_gen_toks: 3}
 metric_list:
   - metric: exact_match
 filter_list:
   - name: flexible-extract
-    filter: [{{function: take_first}}]
+    filter: [{function: take_first}]
   - name: strict-match
-    filter: [{{function: take_first}}]
+    filter: [{function: take_first}]
 """
 
 
-def test_reasoning_has_five_examples_in_the_prompt(tmp_path, monkeypatch):
+def test_reasoning_has_five_examples_in_the_prompt(know, monkeypatch):
     """gsm8k generates its answer and mmlu is a group of tasks; a third task has no examples."""
     import lm_eval
 
     rows = [{"question": f"x{i}", "answer": f"y{i}", "choices": ["a", "b"]} for i in range(8)]
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps(row) for row in rows))
-    two = TASK.replace("{{{{answer}}}}", "0").replace(
-        "test_split: test", "test_split: test\nfewshot_split: test"
+    two = TASK.replace("{{answer}}", "0").replace("test_split: test", "test_split: test\nfewshot_split: test")
+    know(
+        rows,
+        gsm8k=GSM8K,
+        two=two,
+        sub=two.replace("two_letters", "mmlu_sub"),
+        mmlu=LETTERS.replace("two_letters", "mmlu_sub").replace("letters", "mmlu"),
     )
-    (tmp_path / "gsm8k.yaml").write_text(GSM8K.format(file=data))
-    (tmp_path / "two.yaml").write_text(two.format(file=data))
-    (tmp_path / "sub.yaml").write_text(two.replace("two_letters", "mmlu_sub").format(file=data))
-    (tmp_path / "mmlu.yaml").write_text(
-        "group: mmlu\ntask: [mmlu_sub]\naggregate_metric_list: [{metric: acc}]\n"
-    )
-    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
     examples, evaluate = {}, lm_eval.simple_evaluate
 
     def spy(**options):
@@ -360,11 +349,9 @@ print(hashlib.sha256(json.dumps(made).encode()).hexdigest())
     assert len(digests) == 1
 
 
-def test_continuation_is_a_task_of_lm_eval(monkeypatch):
+def test_continuation_is_a_task_of_lm_eval(know):
     """The accuracy on some questions is the share with the largest log-likelihood for each character."""
-    pytest.importorskip("lm_eval")
-    manager = task_manager(include_path=str(Path(continuation.__file__).parent), include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    know([], OWN)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
     tasks = load_tasks(["drot_continuation"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same_bytes import with_threads
 from torch import Tensor
 
 from drot.ops import column_scale, column_scale_backward, column_scale_backward_ref, column_scale_ref
@@ -122,14 +123,11 @@ def test_views(n: int, device: str) -> None:
 
 def test_the_bytes_do_not_depend_on_the_threads(device: str) -> None:
     product, gradient = drawn((3, 190, 300), device)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    found = []
+    for count in (1, 2, 3):
+        with with_threads(count):
             value = column_scale(product, True)
             found.append((value, column_scale_backward(product, value, gradient, True)))
-    finally:
-        torch.set_num_threads(threads)
     for value, scaled in found[1:]:
         assert torch.equal(value, found[0][0]) and torch.equal(scaled, found[0][1])
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from same_bytes import with_threads
 from torch import Tensor
 
 from drot.ops import entropy_loss, entropy_loss_and_grad, entropy_loss_ref
@@ -243,14 +244,10 @@ def test_refusals(y: Tensor, column_scale: Tensor | None, options: dict, message
 def test_deterministic(axes: dict, device: str) -> None:
     y, column_scale = problem(515, 700, torch.float32, device)
     first = entropy_loss_and_grad(y, column_scale, **axes)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3, threads):
-            torch.set_num_threads(count)
+    for count in (1, 3, torch.get_num_threads()):
+        with with_threads(count):
             again = entropy_loss_and_grad(y, column_scale, **axes)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_gradcheck(device: str) -> None:

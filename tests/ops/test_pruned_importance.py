@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from same_bytes import with_threads
 from torch import Tensor
 
 from drot.ops import nm_mask, pruned_importance, pruned_importance_and_grad, pruned_importance_ref
@@ -224,14 +225,10 @@ def test_refuses_an_infinite_scale(device: str) -> None:
 def test_deterministic(group: int, device: str) -> None:
     y, column_scale = torch.randn(515, 700, device=device), torch.rand(700, device=device)
     first = pruned_importance_and_grad(y, column_scale, prune=2, group=group)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3, threads):
-            torch.set_num_threads(count)
+    for count in (1, 3, torch.get_num_threads()):
+        with with_threads(count):
             again = pruned_importance_and_grad(y, column_scale, prune=2, group=group)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

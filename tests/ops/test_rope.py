@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same_bytes import with_threads
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -112,13 +113,10 @@ def test_wrong_arguments(which: int, shape: tuple[int, ...], dtype: str, message
 
 def test_the_bytes_depend_on_no_thread() -> None:
     arguments = drawn((2, 8, 2, 301, 128), torch.bfloat16, "cpu")
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    found = []
+    for count in (1, 2, 3):
+        with with_threads(count):
             found.append(rope(*arguments))
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))
 
 

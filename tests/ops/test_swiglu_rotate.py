@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same_bytes import with_threads
 from torch import Tensor
 
 from drot.ops import swiglu_rotate, swiglu_rotate_ref
@@ -86,17 +87,13 @@ def test_views(size: int, device: str) -> None:
 
 def test_the_bytes_depend_on_no_other_token_and_on_no_thread() -> None:
     gate, up, rotation = drawn((131,), 3, 64, torch.float32, "cpu")
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with with_threads(count):
             whole = swiglu_rotate(gate, up, rotation)
             alone = torch.cat([swiglu_rotate(gate[i : i + 1], up[i : i + 1], rotation) for i in range(131)])
             assert torch.equal(whole, alone)
             rows = swiglu_rotate(gate, up)
             assert torch.equal(rows.flatten(), swiglu_rotate(gate.flatten(), up.flatten()))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_nothing(device: str) -> None:

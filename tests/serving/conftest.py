@@ -69,10 +69,9 @@ class Running:
 
 @contextlib.contextmanager
 def running(folder, **settings):
-    from drot.serving.server import Server, bound, serving
+    from drot.serving.server import bound, serving
 
-    with bound("127.0.0.1", 0) as listening, serving(str(folder), "packed", **settings) as served:
-        server = Server(served.app, served.engine)
+    with bound("127.0.0.1", 0) as listening, serving(str(folder), "packed", **settings) as server:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
 
@@ -80,7 +79,7 @@ def running(folder, **settings):
             server.should_exit = True
 
         try:
-            yield Running(listening.getsockname()[1], served.engine, stop)
+            yield Running(listening.getsockname()[1], server.engine, stop)
         finally:
             stop()
             thread.join(timeout=20)

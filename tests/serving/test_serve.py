@@ -364,51 +364,28 @@ def test_a_stream_that_a_stop_cuts_ends_with_an_error(served, monkeypatch, seque
             list(stream)
 
 
-@pytest.mark.parametrize(("left", "last"), [(1, "not whole"), (0, "[DONE]")])
-def test_a_stream_is_whole_with_the_reason_of_its_end(batched, left, last):
-    """left: parts of a real stream that the server cannot send before it is stopped."""
-    from drot.serving.server import _with_end
+@pytest.mark.parametrize(("items", "last"), [(["a"], "not whole"), (["a", None], "[DONE]")])
+def test_a_stream_is_whole_with_the_end_of_its_answer(batched, monkeypatch, items, last):
+    """items: what the engine has put into the queue when the server is stopped."""
+    from drot.serving.engine import STOPPED, Engine
+    from drot.serving.stops import StreamQueue
 
+    def generated(*request, **options):
+        queue = asyncio.Queue()
+        for item in items:
+            queue.put_nowait(item)
+        streamer = SimpleNamespace(total_tokens=1, cancel=lambda: None)
+        stream = StreamQueue(queue, streamer, [])
+        stream.end(STOPPED)
+        return stream, streamer
+
+    monkeypatch.setattr(Engine, "generate_streaming", generated)
     connection = http.client.HTTPConnection("127.0.0.1", batched.port, timeout=60)
     asked = {"prompt": "x", "max_tokens": 3, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
-    *parts, done, _ = connection.getresponse().read().decode().split("\n\n")
-    assert "[DONE]" in done and len(parts) > 1
-    engine = SimpleNamespace(closing=asyncio.Event())
-
-    async def sent():
-        for number, part in enumerate(parts, 1):
-            if number == len(parts) - left + 1:
-                await asyncio.sleep(60)
-            yield part
-            if number == len(parts) - left:
-                engine.closing.set()
-
-    async def received():
-        return [part async for part in _with_end(sent(), engine)]
-
-    assert last in asyncio.run(received())[-1]
-
-
-def test_a_stream_that_waits_for_a_token_ends_with_an_error_when_the_server_stops():
-    from drot.serving.server import _with_end
-
-    ended = []
-
-    async def waiting():
-        try:
-            yield "data: first\n\n"
-            await asyncio.sleep(60)
-        finally:
-            ended.append(True)
-
-    async def received():
-        engine = SimpleNamespace(closing=asyncio.Event())
-        asyncio.get_running_loop().call_later(0.05, engine.closing.set)
-        return [part async for part in _with_end(waiting(), engine)]
-
-    first, last = asyncio.run(asyncio.wait_for(received(), 10))
-    assert first == "data: first\n\n" and "not whole" in last and ended
+    first, *_, end, rest = connection.getresponse().read().decode().split("\n\n")
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "a"
+    assert last in end and ('"code": 503' in end) == (last == "not whole") and not rest
 
 
 def test_what_goes_wrong_in_a_stream_is_an_error_that_clients_can_read():
@@ -420,7 +397,7 @@ def test_what_goes_wrong_in_a_stream_is_an_error_that_clients_can_read():
         pytest.fail("the stream went on")
 
     async def received():
-        return [part async for part in _with_end(failing(), SimpleNamespace(closing=asyncio.Event()))]
+        return [part async for part in _with_end(failing())]
 
     first, last = asyncio.run(received())
     assert first == 'data: {"a": 1}\n\n'

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 from serve_extra import MISSING
@@ -56,7 +57,7 @@ def test_a_queue_of_answer_and_reasoning():
     """What is held back comes before an item of another kind, and each text keeps its kind."""
     from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-    from drot.serving.stops import QueueBeforeStop
+    from drot.serving.stops import StreamQueue
 
     call = ToolCall("f", "{}")
 
@@ -64,7 +65,7 @@ def test_a_queue_of_answer_and_reasoning():
         queue = asyncio.Queue()
         for item in items:
             queue.put_nowait(item)
-        cut = QueueBeforeStop(queue, ["stop"])
+        cut = StreamQueue(queue, None, ["stop"])
         found = [await cut.get()]
         while found[-1] is not None:
             found.append(cut.get_nowait())
@@ -76,6 +77,24 @@ def test_a_queue_of_answer_and_reasoning():
     assert found == ["why ", "st", "so ", "s", call, "an", "d ", "sto", None]
     assert [type(item) for item in found[:3]] == [ReasoningText, ReasoningText, str]
     assert asyncio.run(read(["a st", "op b", call, "c", None])) == ["a ", call, None]
+
+
+def test_a_stream_that_waits_for_a_token_can_be_ended():
+    """What is held back comes before the error, and nothing more is generated."""
+    from drot.serving.stops import StreamQueue
+
+    cancelled = []
+
+    async def read():
+        queue = asyncio.Queue()
+        queue.put_nowait("a st")
+        streamer = SimpleNamespace(cancel=lambda: cancelled.append(True))
+        stream = StreamQueue(queue, streamer, ["stop"])
+        asyncio.get_running_loop().call_later(0.05, stream.end, "not whole")
+        return [await stream.get() for _ in range(3)]
+
+    *sent, error = asyncio.run(asyncio.wait_for(read(), 10))
+    assert sent == ["a ", "st"] and error.msg == "not whole" and cancelled
 
 
 def answered(server, kind, stream, tokens=12, **settings):

@@ -210,8 +210,6 @@ def test_a_fused_model_saves_and_copies_as_separate_linears(family, tmp_path):
     assert torch.equal(loaded(tokens).logits, packed(tokens).logits)
     unpack_model(twin)
     assert not is_packed(twin)
-    with pytest.raises(UserError, match="fuse needs a packed model"):
-        fuse(twin)
 
 
 @pytest.mark.parametrize("family", ["granite-biased", "phi3"])
@@ -300,9 +298,13 @@ def test_a_fused_model_loads_what_it_saves(place):
     state["model.layers.0.self_attn.k_proj.values"] = torch.zeros(3, 3)
     with pytest.raises(RuntimeError) as caught:
         one.load_state_dict(state)
-    for part in ('Missing key(s) in state_dict: "model.layers.1.mlp.up_proj.values"', "gate_proj.weight"):
+    for part in (
+        'Missing key(s) in state_dict: "model.layers.1.mlp.up_proj.values"',
+        "gate_proj.weight",
+        "size mismatch for model.layers.0.self_attn.k_proj.values: copying a param with shape "
+        "torch.Size([3, 3]) from checkpoint, the shape in current model is torch.Size([32, 16])",
+    ):
         assert part in str(caught.value)
-    assert "k_proj.values must be [32, 16], got [3, 3]" in str(caught.value)
 
 
 def test_autocast():
