@@ -175,4 +175,5 @@ def random_text(length: int, seed: int = 0) -> str:
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """‖found - expected‖ / ‖expected‖, in fp64."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    difference = found.detach().double() - expected.detach().double()
+    return float(difference.norm() / expected.detach().double().norm())

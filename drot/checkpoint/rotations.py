@@ -70,7 +70,15 @@ def stored_down_block(path: Path) -> int | None:
     Raises UserError if the file is missing or broken.
     """
     with _opened(path) as handle:
-        return handle.get_slice(FIRST_R3).get_shape()[-1] if FIRST_R3 in handle.keys() else None  # noqa: SIM118
+        if FIRST_R3 not in handle.keys():  # noqa: SIM118
+            return None
+        shape: list[int] = handle.get_slice(FIRST_R3).get_shape()
+        if len(shape) != 3 or shape[-1] < 2:
+            raise UserError(
+                f"{path}: {FIRST_R3} must be blocks [count, size, size], got {shape}: the file is damaged; "
+                "copy it again"
+            )
+        return shape[-1]
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ DEEPEST = 64
 #: bytes of the largest JSON file that is read; the manifest of a model of 126 layers has about 5 MB
 LARGEST_FILE = 2**26
 #: largest whole number: that of an int64
-LARGEST = 2**63 - 1
+LARGEST = 2**64 - 1
 #: Largest float, and the inverse of the smallest but 0. No figure is near to it, and no quotient of two
 #: figures and no product overflows.
 LARGEST_FLOAT = 1e100

@@ -43,18 +43,21 @@ def check_arguments(
         raise UserError(
             f"name either a checkpoint or a `shape`; got {'neither' if model is None else 'both'}"
         )
-    for name, sizes, largest in (("tokens", tokens, LARGEST_TOKENS), ("batches", batches, LARGEST_BATCH)):
-        is_a(name, sizes, list, tuple, or_none=True)
-        for size in sizes or ():
-            is_a(name, size, int)
-        if sizes is not None and (not sizes or min(sizes) < 1):
-            got = ", ".join(map(str, sizes)) or "none"
-            raise UserError(f"`{name}` must be whole numbers above 0; got {got}")
-        if sizes is not None and max(sizes) > largest:
-            raise UserError(f"`{name}` must be at most {largest}; got {max(sizes)}")
+    check_sizes("tokens", tokens, LARGEST_TOKENS)
+    check_sizes("batches", batches, LARGEST_BATCH)
     is_a("repeats", repeats, int)
     if repeats < 1:
         raise UserError(f"`repeats` must be at least 1; got {repeats}")
+
+
+def check_sizes(name: str, sizes: Sequence[int] | None, largest: int) -> None:
+    """Raises UserError if the argument `name` is neither None nor a list of numbers from 1 to `largest`."""
+    is_a(name, sizes, list, tuple, or_none=True)
+    for size in sizes or ():
+        is_a(name, size, int)
+    if sizes is not None and (not sizes or any(not 1 <= size <= largest for size in sizes)):
+        got = ", ".join(map(str, sizes)) or "none"
+        raise UserError(f"`{name}` must be whole numbers from 1 to {largest}; got {got}")
 
 
 def within_positions(sizes: Sequence[int], config: Any) -> list[int]:

@@ -11,7 +11,7 @@ from drot.checkpoint.load import load
 from drot.checkpoint.opening import load_config
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.evaluation.cases import LARGEST_TOKENS, check_positions, within_positions
+from drot.evaluation.cases import LARGEST_TOKENS, check_positions, check_sizes, within_positions
 from drot.machine.devices import is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed
@@ -47,9 +47,7 @@ def tune(
     tokens: tokens of the products. Each stands for all numbers up to the next power of two. None is
         TUNED_TOKENS, `within_positions`.
     """
-    if tokens is not None and (not tokens or any(not 1 <= size <= LARGEST_TOKENS for size in tokens)):
-        got = ", ".join(map(str, tokens))
-        raise UserError(f"`tokens` must be whole numbers from 1 to {LARGEST_TOKENS}; got {got or 'none'}")
+    check_sizes("tokens", tokens, LARGEST_TOKENS)
     target = pick_device(device)
     result: dict[str, Any] = {
         "model": str(model),

@@ -10,20 +10,28 @@ from torch import Tensor
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
 
-#: share of the calibration sequences that a training does not see, at least one sequence
-HELD_OUT_SHARE = 1 / 8
+#: Share of the sequences that a training does not see, at least one sequence: of the training of each layer,
+#: and of the training of all layers together, which has more sequences.
+HELD_OUT_SHARE, DISTILL_HELD_OUT_SHARE = 1 / 8, 1 / 16
 #: how often a training reads the sequences of a text that is too short for it
 MOST_REPEATS = 3
 #: share of the steps in which the learning rate rises to its full value; it then falls as a half cosine
 WARM_UP = 0.05
 
 
-def check_sequences(count: int, field: str, nsamples: str = "nsamples", ranks: Ranks = ALONE) -> None:
+def check_sequences(
+    count: int,
+    field: str,
+    nsamples: str = "nsamples",
+    ranks: Ranks = ALONE,
+    share: float = HELD_OUT_SHARE,
+) -> None:
     """Raises UserError if a training has too few sequences to hold some out and train each rank.
 
     field: the setting that asks for it, as in `recover="block"`. nsamples: the setting of its sequences.
+    share: of the sequences that are held out.
     """
-    needed = next(n for n in itertools.count(2) if n - held_out_sequences(n) >= ranks.size)
+    needed = next(n for n in itertools.count(2) if n - held_out_sequences(n, share) >= ranks.size)
     if count < needed:
         raise UserError(
             f"`{field}` needs at least {needed} calibration sequences, because it holds some out; "

@@ -32,7 +32,7 @@ from drot.model.decoder import DecoderModel
 from drot.model.dtypes import stored_floats
 from drot.model.layer import DecoderLayer
 from drot.model.stored import load_stored, stored_tensors
-from drot.pipeline.batches import Batches, repeats, schedule
+from drot.pipeline.batches import DISTILL_HELD_OUT_SHARE, Batches, repeats, schedule
 from drot.pipeline.context import RunContext
 from drot.pipeline.kept_weights import KeptWeights
 from drot.pipeline.memory import distillation_memory
@@ -43,8 +43,6 @@ from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
 
-#: share of the sequences that are held out, at least one sequence
-HELD_OUT_SHARE = 1 / 16
 #: A training that raises the KL of the held-out sequences by more than this share is undone. A few sequences
 #: say no more: one that raised it by 1.5 % on two sequences lowered a perplexity from 29.1 to 27.0.
 HARM = 0.05
@@ -239,7 +237,9 @@ def _train(
         return ranks.total(lost) / (batches.held_out_count * length)
 
     weights = KeptWeights(layers, ranks)
-    batches = Batches(len(inputs.hidden_states), settings.distill_batch, ranks, seed=0, share=HELD_OUT_SHARE)
+    batches = Batches(
+        len(inputs.hidden_states), settings.distill_batch, ranks, seed=0, share=DISTILL_HELD_OUT_SHARE
+    )
     assert run.distill_tokens is not None
     passes = settings.distill_epochs * repeats(settings.distill_nsamples, len(run.distill_tokens))
     steps = passes * batches.steps

@@ -31,7 +31,7 @@ from drot.core.version import __version__
 from drot.machine.environment import machine, versions
 from drot.machine.products import fp32_products, without_autocast
 from drot.machine.ranks import RankEnded, Ranks, joined
-from drot.pipeline.batches import check_sequences
+from drot.pipeline.batches import DISTILL_HELD_OUT_SHARE, check_sequences
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs, rotations_file_bytes
 from drot.pipeline.distill import lacking
@@ -180,7 +180,11 @@ def _check_trainings(context: RunContext) -> None:
         check_sequences(len(context.tokens), 'recover="block"', ranks=context.ranks)
     if context.distill_tokens is not None:
         check_sequences(
-            len(context.distill_tokens), "distill_epochs", "distill_nsamples", ranks=context.ranks
+            len(context.distill_tokens),
+            "distill_epochs",
+            "distill_nsamples",
+            context.ranks,
+            DISTILL_HELD_OUT_SHARE,
         )
         if (reason := lacking(context)) and context.ranks.first:
             logger.warning(

@@ -19,7 +19,7 @@ from drot.core.errors import UserError
 from drot.core.events import Progress
 from drot.machine.ranks import Ranks
 from drot.model.sizes import check_seqlen
-from drot.pipeline.batches import held_out_sequences, repeats
+from drot.pipeline.batches import DISTILL_HELD_OUT_SHARE, held_out_sequences, repeats
 from drot.pipeline.own_text import write_own_text
 from drot.pipeline.validation import check_each_has_a_sequence, check_tokens
 from drot.text.further import load_further
@@ -44,7 +44,7 @@ def trainable(count: int, wanted: int, ranks: int = 1) -> int:
 
     Each rank needs a sequence that is not held out. A warning tells of fewer sequences than `wanted`.
     """
-    enough = count - held_out_sequences(count) >= ranks
+    enough = count - held_out_sequences(count, DISTILL_HELD_OUT_SHARE) >= ranks
     if count < wanted:
         outcome = ", which is left out"
         if enough:

@@ -17,8 +17,7 @@ from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name, is_gpu
 from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer
-from drot.pipeline.batches import held_out_sequences
-from drot.pipeline.distill import HELD_OUT_SHARE
+from drot.pipeline.batches import DISTILL_HELD_OUT_SHARE, held_out_sequences
 from drot.pipeline.sizes import Sizes, groups_of
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM
 from drot.rotation.importance import is_rotated
@@ -94,7 +93,7 @@ def passes(
         trained = sizes.nsamples - held_out_sequences(sizes.nsamples)
         found["recover"] = 3 * recovery.recover_epochs * forward(sizes, layer, trained)
     if recovery.distill_epochs:
-        held_out = held_out_sequences(recovery.distill_nsamples, HELD_OUT_SHARE)
+        held_out = held_out_sequences(recovery.distill_nsamples, DISTILL_HELD_OUT_SHARE)
         trained = recovery.distill_nsamples - held_out
         found["distill"] = 3 * recovery.distill_epochs * forward(sizes, layer, trained)
         found["distill"] += 2 * forward(sizes, layer, held_out)  # before and after

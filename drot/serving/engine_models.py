@@ -139,6 +139,7 @@ class CompleteWeights:
     engine: its name, for messages. checkpoint: the folder. held_config: what EngineConfig returned.
     stages: the number of pipeline-parallel ranks.
     renamed: the stock names of the tensors that have NORM_PREFIX in the checkpoint, where the model has them.
+    packed_modules_mapping: a stacked linear of the model → the linears of the checkpoint.
     """
 
     engine: str
@@ -146,7 +147,7 @@ class CompleteWeights:
     held_config: Any
     stages: int
     renamed: Mapping[str, str] = {}
-    packed_modules_mapping: Mapping[str, list[str]] = {}
+    packed_modules_mapping: Mapping[str, list[str]]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads the tensors of a checkpoint by the engine's loaders, and returns the names of the parameters.

@@ -6,6 +6,7 @@ adds the rotations in between, as `drot.load` does, and as it does in vLLM (vllm
 are three products here, and gate and up are two.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.layers.utils import PPMissingLayer
@@ -32,6 +33,7 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
 
     engine = "SGLang"
     stages = 1
+    packed_modules_mapping: Mapping[str, list[str]] = {}
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         self.held_config, self.checkpoint = config, config.name_or_path

@@ -110,6 +110,17 @@ def test_only_fp32_matrices_are_read(tmp_path, dtype):
         load(path)
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2), (3, 0, 0)], ids=str)
+def test_an_r3_that_is_no_batch_of_blocks_is_refused(tmp_path, shape):
+    """With a digest that fits, as a stranger writes it."""
+    path = tmp_path / "r.safetensors"
+    save_rotations(path, rotations(), {})
+    tensors = load_file(path) | {"layers.0.r3": torch.zeros(shape)}
+    save_file(tensors, path, {"record": json.dumps({"digest": _digest([tensors], {})})})
+    with pytest.raises(UserError, match=r"layers\.0\.r3 must be blocks \[count, size, size\], got \["):
+        load(path)
+
+
 @pytest.mark.parametrize("record", ['{"loss": NaN}', '{"a": ' + "[" * 5000, '{"a": 1, "a": 2}', "[]"])
 def test_a_record_that_no_manifest_can_hold_is_refused_before_the_run(tmp_path, record):
     path = tmp_path / "r.safetensors"

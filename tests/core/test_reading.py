@@ -6,11 +6,18 @@ import tracemalloc
 
 import pytest
 
+from drot.config import Recipe
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.core.hashes import FileRecord
 from drot.core.reading import check_schema, read_json
 from drot.model.schema import ModelConfig, WeightIndex
+
+
+def test_the_largest_seed_of_a_recipe_is_read(tmp_path):
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps({"calibration": {"seed": 2**64 - 1}}))
+    assert Recipe.from_file(file).calibration.seed == 2**64 - 1
 
 
 @pytest.mark.parametrize(

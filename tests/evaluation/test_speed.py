@@ -212,9 +212,9 @@ def test_mistakes(capsys, tmp_path, checkpoint):
     cases = [
         ([], "name either a checkpoint or a --shape; got neither"),
         ([checkpoint, "--shape", "llama-3-8b"], "name either a checkpoint or a --shape"),
-        (["--shape", "llama-3-8b", "--batch", "1000000"], "--batch must be at most 4096; got 1000000"),
+        ([checkpoint, "--batch", "1000000"], "--batch must be whole numbers from 1 to 4096; got 1000000"),
         (["--shape", "gpt-2"], "--shape must be one of llama-2-7b, llama-3-8b"),
-        ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers above 0; got 0"),
+        ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers from 1 to 131072; got 0"),
         ([checkpoint, "--batch", "1,x"], "--batch must be whole numbers separated by commas; got '1,x'"),
         (["--shape", "llama-3-8b", "--compile"], "--compile needs a whole model; got the --shape llama-3-8b"),
         ([checkpoint, "--batch", "2,4", "--compile"], "in --batch; got 2, 4: add 1"),

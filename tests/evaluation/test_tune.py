@@ -85,6 +85,9 @@ def test_a_cpu_has_nothing_to_choose(capsys):
 
 @torch.no_grad()
 def test_mistakes(gpu, monkeypatch):
+    for tokens, got in ((["a"], "'a'"), (5, "5")):
+        with pytest.raises(UserError, match=f"`tokens` must be .*got {got}"):
+            tuning.tune("packed", tokens=tokens, device="cpu")
     for tokens, got in (([], "none"), ([0], "0"), ([1 << 18], str(1 << 18))):
         with pytest.raises(UserError, match=f"`tokens` must be whole numbers from 1 to .*; got {got}$"):
             tuning.tune("packed", tokens=tokens, device="cpu")

@@ -1,6 +1,8 @@
 """Distillation: its loss and its steps, what it leaves alone, where it is left out, and resumed runs."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,10 +31,11 @@ from drot.core.events import silent
 from drot.model.decoder import DecoderModel
 from drot.pipeline import distill as module
 from drot.pipeline import steps
-from drot.pipeline.batches import held_out_sequences, schedule
+from drot.pipeline.batches import DISTILL_HELD_OUT_SHARE, check_sequences, held_out_sequences, schedule
 from drot.pipeline.context import RunContext
 from drot.pipeline.kept_weights import BETAS
 from drot.pipeline.memory import further_bytes
+from drot.pipeline.tokens import trainable
 from drot.pruning import prune_magnitude
 from drot.reporting.demo import CALIBRATION
 
@@ -40,7 +43,7 @@ pytestmark = pytest.mark.slow
 
 #: token ids of the training that `prune` takes
 FURTHER = random_tokens(8, 40, seed=7)
-HELD_OUT = held_out_sequences(len(FURTHER), module.HELD_OUT_SHARE)
+HELD_OUT = held_out_sequences(len(FURTHER), DISTILL_HELD_OUT_SHARE)
 #: a training of few steps that lowers the loss of a small model
 QUICK = dict(distill_epochs=2, distill_lr=3e-3, distill_batch=2)
 
@@ -387,6 +390,14 @@ def test_it_trains_on_all_sequences_but_those_that_are_held_out():
     trained = len(FURTHER) - HELD_OUT
     assert len(steps) == steps[-1].steps == math.ceil(trained / 2)
     assert all(math.isfinite(event.loss) for event in steps)
+
+
+@pytest.mark.parametrize(("count", "ranks", "enough"), [(17, 16, True), (16, 16, False), (1, 1, False)])
+def test_each_rank_trains_a_sequence_beside_those_that_are_held_out(count, ranks, enough):
+    assert trainable(count, count, ranks) == (count if enough else 0)
+    alike = SimpleNamespace(size=ranks)
+    with nullcontext() if enough else pytest.raises(UserError, match="because it holds some out"):
+        check_sequences(count, "distill_epochs", "distill_nsamples", alike, DISTILL_HELD_OUT_SHARE)
 
 
 def test_a_text_that_is_too_short_is_recorded(tmp_path):

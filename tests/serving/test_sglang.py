@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from small_multimodal import save_small_multimodal
 
 import drot
+from drot.core.errors import UserError
 from drot.ops import unpack24_ref
 from drot.serving import sglang as plugin
 
@@ -211,6 +213,16 @@ def test_a_block_that_would_straddle_two_ranks_is_refused(results):
     assert isinstance(results[1][0]["straddles"], dict)
     message = results[2][0]["straddles"]
     assert "cannot be divided among 2 tensor-parallel ranks" in message and "\n" not in message
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_several_pipeline_ranks_are_refused():
+    from drot.serving.sglang_transformers import DrotTransformersForCausalLM
+
+    model = SimpleNamespace(pp_group=SimpleNamespace(world_size=2))
+    with pytest.raises(UserError, match="takes one pipeline-parallel rank, got 2"):
+        DrotTransformersForCausalLM.pipeline_parallel(model)
 
 
 @needs_sglang

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from runs import one_shot, prune, saved_tensors
 from small_multimodal import save_small_multimodal
 
 import drot
+from drot.core.errors import UserError
 from drot.ops import unpack24_ref
 from drot.serving import vllm as plugin
 from drot.sparse.linear import SparseLinear
@@ -179,6 +181,19 @@ def test_a_block_that_straddles_two_ranks_is_refused(results):
 def test_a_missing_tensor_is_refused(results):
     """vLLM itself does not look for missing tensors of a quantised model."""
     assert "lacks 1 tensor, the first is model.layers.0.rotated_input_layernorm" in results[1][0]["unnamed"]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_several_pipeline_ranks_of_some_families_are_refused():
+    """Their model changes its embeddings, which on a later rank are hidden states."""
+    from drot.serving.vllm_transformers import DrotTransformersForCausalLM
+
+    model = SimpleNamespace(
+        pp_group=SimpleNamespace(world_size=2), config=SimpleNamespace(model_type="granite")
+    )
+    with pytest.raises(UserError, match="takes one pipeline-parallel rank for granite, got 2"):
+        DrotTransformersForCausalLM.pipeline_parallel(model)
 
 
 @needs_vllm
