@@ -6,8 +6,9 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from drot.checkpoint.shards import save_shard
 from drot.core.errors import UserError
 from drot.core.files import beside, new_file, write_json, writing
-from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, in_threads, with_digest
+from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
 from drot.core.reading import check_schema, leaves, read_json
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import background_thread, copied_home, in_main_memory
@@ -35,6 +36,8 @@ JOURNAL = "parts.json"
 LAYER_PART = "layer_"
 #: the part with the record of a training of all layers, and the beginning of the names of its layers
 DISTILLED = "distilled"
+#: files that are hashed at the same time: rank 0 saves the rotations together that all ranks have trained
+HASHERS = 4
 
 
 class PartEntry(FileRecord):
@@ -170,8 +173,8 @@ class RunState:
     else. The folder is created with the first part. Its run.json holds the identity of the run, and its
     parts.json the hashes and the records of the parts.
 
-    Inside the context `saving`, `save_later` writes parts in a thread while the run goes on. Another thread
-    enters them in the journal, in their order, and a third reads the part of `read_ahead`.
+    Inside the context `saving`, `save_later` writes parts in a thread while the run goes on. Other threads
+    hash them and enter them in the journal, in their order, and another reads the part of `read_ahead`.
 
     A part that does not fit its hashes is computed again. The parts after it are kept if the new tensors
     equal the lost ones, as they do on the same machine with the same number of threads; otherwise they are
@@ -204,10 +207,11 @@ class RunState:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._writer: ThreadPoolExecutor | None = None
+        self._hashers: ThreadPoolExecutor | None = None
         self._journal: ThreadPoolExecutor | None = None
         self._reader: ThreadPoolExecutor | None = None
-        self._written: Future[Future[None]] | None = None  # gives the next
-        self._entered: Future[None] | None = None
+        self._written: Future[list[Future[None]]] | None = None
+        self._hashed: list[Future[None]] = []
         self._coming: set[str] = set()  # parts of `save_later`; the journal may hold their files of before
         self._ahead: dict[str, Future[Any]] = {}
         self._parts: dict[str, Any] = {}
@@ -259,6 +263,7 @@ class RunState:
             yield
             return
         with (
+            ThreadPoolExecutor(HASHERS, "drot-hash") as self._hashers,
             ThreadPoolExecutor(1, "drot-journal") as self._journal,
             background_thread("drot-save") as self._writer,
             background_thread("drot-read") as self._reader,
@@ -280,32 +285,38 @@ class RunState:
         if not self._ranks.first:
             return
         assert self._writer is not None, "`save_later` needs the context `saving`"
-        written = None if self._written is None else self._written.result()
-        self._end_of_entering()
-        self._entered = written
+        last = self._end_of_writing()
+        self._end_of_hashing()
+        self._hashed = last
         with self._lock:
             self._coming = self._coming | set(parts)
         coming = [(name, copied_home(tensors), record) for name, (tensors, record) in parts.items()]
 
-        def write_all() -> Future[None]:
-            for name, copies, _ in coming:
+        def write_all() -> list[Future[None]]:
+            hashed = []
+            for name, copies, record in coming:
                 self._write(name, copies())
-            assert self._journal is not None
-            return self._journal.submit(self._enter, {name: record for name, _, record in coming})
+                assert self._hashers is not None and self._journal is not None
+                of_file = self._hashers.submit(file_record, self.file(name))
+                hashed.append(self._journal.submit(self._enter, name, of_file.result, record))
+            return hashed
 
         self._written = self._writer.submit(write_all)
 
     def wait(self) -> None:
         """Waits until all parts of `save_later` are saved. Raises the WriteError of one that is not."""
-        written, self._written = self._written, None
-        self._end_of_entering()
-        if written is not None:
-            written.result().result()
+        self._hashed += self._end_of_writing()
+        self._end_of_hashing()
 
-    def _end_of_entering(self) -> None:
-        entered, self._entered = self._entered, None
-        if entered is not None:
-            entered.result()
+    def _end_of_writing(self) -> list[Future[None]]:
+        """Waits until the last parts are written; returns what hashes them."""
+        written, self._written = self._written, None
+        return [] if written is None else written.result()
+
+    def _end_of_hashing(self) -> None:
+        hashed, self._hashed = self._hashed, []
+        for each in hashed:
+            each.result()
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
         """Writes the part `name`. Several threads may call it at the same time.
@@ -314,34 +325,30 @@ class RunState:
         """
         if self._ranks.first:
             self._write(name, tensors)
-            self._enter({name: record})
+            self._enter(name, partial(file_record, self.file(name)), record)
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         self._begin()
         with new_file(self.file(name)) as part:
             save_shard(tensors, part)
 
-    def _enter(self, records: Mapping[str, Any]) -> None:
-        """Hashes the files of parts, and enters them in the journal in their order.
-
-        records: part -> what it holds beside tensors.
-        """
-        hashes = in_threads(lambda name: file_record(self.file(name)), list(records))
-        for name, hashed in hashes.items():
-            entry = {**hashed.model_dump(), "machine": self._machine, "record": json.dumps(records[name])}
-            with self._lock:
-                parts = self._parts | {name: entry}
-                if name in self._parts and self._parts[name]["sha256"] != entry["sha256"]:
-                    later = [other for other in self._parts if _depends(other, name)]
-                    parts = {other: parts[other] for other in parts if other not in later}
-                    if later:
-                        logger.warning(
-                            "%s was computed again with another result, as on another machine: %s, which "
-                            "came after it, are computed again too", name, ", ".join(later),
-                        )  # fmt: skip
-                write_json(self.folder / JOURNAL, with_digest(parts))
-                self._parts = parts
-                self._coming = self._coming - {name}
+    def _enter(self, name: str, hashed: Callable[[], FileRecord], record: Any) -> None:
+        """Enters the part `name` in the journal. hashed: gives the hash and the size of its file."""
+        entry = {**hashed().model_dump(), "machine": self._machine}
+        entry["record"] = json.dumps(record)
+        with self._lock:
+            parts = self._parts | {name: entry}
+            if name in self._parts and self._parts[name]["sha256"] != entry["sha256"]:
+                later = [other for other in self._parts if _depends(other, name)]
+                parts = {other: parts[other] for other in parts if other not in later}
+                if later:
+                    logger.warning(
+                        "%s was computed again with another result, as on another machine: %s, which came "
+                        "after it, are computed again too", name, ", ".join(later),
+                    )  # fmt: skip
+            write_json(self.folder / JOURNAL, with_digest(parts))
+            self._parts = parts
+            self._coming = self._coming - {name}
 
     def _begin(self) -> None:
         """Creates the folder and run.json before the first part."""
