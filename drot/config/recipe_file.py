@@ -1,13 +1,12 @@
 """The sections of a recipe in a file: a recipe in YAML or JSON, or the manifest of a checkpoint."""
 
-import codecs
 import re
 from pathlib import Path
 from typing import Any, ClassVar
 
 from drot.core.checks import shortened
 from drot.core.errors import UserError
-from drot.core.reading import LARGEST_FILE, parse_json, read_bytes
+from drot.core.reading import LARGEST_FILE, read_bytes, strict_json
 
 #: the manifest in the folder of a checkpoint (drot/checkpoint/manifest.py)
 MANIFEST = "drot.json"
@@ -47,13 +46,20 @@ def settings_in(file: Path) -> Any:
 
     Raises UserError for a file that is missing or broken, and for a key that stands twice.
     """
-    content = read_bytes(file, LARGEST_FILE if file.suffix == ".json" else LARGEST_YAML)
-    if file.suffix == ".json":
-        return parse_json(content.removeprefix(codecs.BOM_UTF8), str(file))
     try:
-        return _yaml(content.decode("utf-8-sig"), file)
+        content = read_bytes(file, LARGEST_FILE if file.suffix == ".json" else LARGEST_YAML).decode(
+            "utf-8-sig"
+        )
     except UnicodeDecodeError:
         raise UserError(f"{file} must be UTF-8: convert it, for example with iconv -t utf-8") from None
+    if file.suffix == ".json":
+        try:
+            return strict_json(content)
+        except RecursionError:
+            raise UserError(f"{file} is nested too deeply") from None
+        except ValueError as error:
+            raise UserError(f"{file} is not valid JSON ({error})") from None
+    return _yaml(content, file)
 
 
 def _yaml(content: str, file: Path) -> Any:

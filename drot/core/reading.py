@@ -81,18 +81,18 @@ def check_regular(file: str | os.PathLike[str], largest: int | None = None) -> N
 def parse_json(content: bytes, file: str) -> dict[str, Any]:
     """The JSON object in `content`, as for `read_json`. Messages name it `file`."""
     try:
-        data = _strict_json(content.decode("utf-8"))
+        data = strict_json(content.decode("utf-8"))
     except RecursionError:
         raise UserError(f"{file} is nested too deeply: copy it again") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
-        raise UserError(f"{file} is not valid JSON ({quoted(error)}): correct it, or copy it again") from None
+        raise UserError(f"{file} is not valid JSON ({quoted(error)}): copy it again") from None
     if not isinstance(data, dict):
         raise UserError(f"{file} must hold a JSON object, got {shortened(data)}: copy it again")
     _check_values(data, file)
     return data
 
 
-def _strict_json(text: str) -> Any:
+def strict_json(text: str) -> Any:
     """What json.loads returns. Raises ValueError for a key that stands twice, with the lines that hold it."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
