@@ -96,7 +96,11 @@ class DrotModel(Mixin):
         before = _times(Path(save_directory))
         if (quantizer := getattr(self, "hf_quantizer", None)) is not None:
             quantizer.state_dict_to_save = state_dict  # transformers asks it, and forgets those of its caller
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
+        try:
+            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
+        finally:
+            if quantizer is not None:
+                quantizer.state_dict_to_save = None
         if is_main_process:
             folder = Path(save_directory)
             config = folder / "config.json"
@@ -259,8 +263,7 @@ class DrotQuantizer(HfQuantizer):
     counts_tokens = False
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        given, self.state_dict_to_save = self.state_dict_to_save, None
-        return given, {}
+        return self.state_dict_to_save, {}
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any

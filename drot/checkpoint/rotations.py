@@ -90,7 +90,7 @@ def read_record(path: Path) -> dict[str, Any]:
         content = (handle.metadata() or {}).get("record", "{}")
         for name in handle.keys():  # noqa: SIM118
             if (dtype := handle.get_slice(name).get_dtype()) != "F32":
-                raise UserError(f"{path}: {name} must be of dtype float32, got {dtype}")
+                raise UserError(f"{path}: {name} must be of dtype F32, got {dtype}")
         record = parse_json(content.encode(), f"{path}: its record")
         tensors = ({name: handle.get_tensor(name)} for name in handle.keys())  # noqa: SIM118
         if record.pop(DIGEST, None) != _digest(tensors, record):

@@ -93,14 +93,14 @@ def _warn_of_size(name: str, both: bool, needed: int, device: torch.device, free
 def move_models(models: list[PreTrainedModel], name: str, device: torch.device) -> bool:
     """Moves loaded models, which are needed at the same time, to `device`; returns whether they are streamed.
 
-    Models that do not fit on a GPU stay in main memory, and a warning says so.
+    Models that do not fit on the device stay in main memory, and a warning says so.
 
     name: the name of the first model, for the warning.
     """
     moved = [model for model in models if next(model.parameters()).device != device]
     needed = sum(int(model.get_memory_footprint()) for model in moved)
     free = memory_left(device)
-    stream = needed > WEIGHTS_SHARE * free
+    stream = bool(moved) and needed > WEIGHTS_SHARE * free
     if stream:
         _warn_of_size(name, len(models) > 1, needed, device, free)
     for model in models:

@@ -128,7 +128,8 @@ def read_grid(path: str | Path) -> Grid:
         raise UserError(f"the grid must be a .yaml or .json file; got {str(file)!r}")
     data, keys = settings_in(file), list(fields_of(GridFile))
     if not isinstance(data, dict):
-        raise UserError(f"{file} must hold the keys {', '.join(keys)}; got {type(data).__name__}")
+        got = "nothing" if data is None else type(data).__name__
+        raise UserError(f"{file} must hold the keys {', '.join(keys)}; got {got}")
     try:
         for key in data:
             known_field(key, keys, "a grid file")

@@ -86,7 +86,7 @@ SEED, STOPS = "seed_of_request", "stops_of_request"
 
 
 def stops_of(config: GenerationConfig) -> list[str]:
-    """The stops of a request that is generated alone; [] if it has none."""
+    """The stops of a request; [] if it has none, as each request of the batch."""
     stops: list[str] = getattr(config, STOPS, [])
     return stops
 

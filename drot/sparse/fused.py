@@ -78,16 +78,20 @@ class FusedLinear(SparseLinear):
         """
         source, outputs = self.pending
         if source is not x:
-            output: Tensor = self.linear(index)(x)
-            return output
+            return sparse24_linear(in_dtype_of(self.values, x), **self.rows(index))
         if index == len(self.sizes) - 1:
             self.pending = (None, ())  # frees the memory before the next forward pass
         return outputs[index]
 
+    def rows(self, index: int) -> dict[str, Tensor]:
+        """values, positions and, if there is one, bias of linear `index`, as views."""
+        return {
+            name: parameter.detach().split(self.sizes)[index] for name, parameter in self.named_parameters()
+        }
+
     def linear(self, index: int) -> SparseLinear:
         """Linear `index` alone. It shares the memory of the fused weight."""
-        parameters = self.named_parameters()
-        return SparseLinear(**{name: each.detach().split(self.sizes)[index] for name, each in parameters})
+        return SparseLinear(**self.rows(index))
 
     def load_linear(self, index: int, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         """`_load_from_state_dict` of linear `index`."""

@@ -106,7 +106,7 @@ def test_only_fp32_matrices_are_read(tmp_path, dtype):
     save_rotations(path, rotations(), {})
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
     save_file(tensors, path, {"record": json.dumps({"digest": _digest([tensors], {})})})
-    with pytest.raises(UserError, match=r"layers\.\d\.r\d must be of dtype float32, got "):
+    with pytest.raises(UserError, match=r"layers\.\d\.r\d must be of dtype F32, got "):
         load(path)
 
 
