@@ -234,6 +234,22 @@ def serve() -> str:
     return table([*head, "median s", "MiB at the start and after each round"], body, rows)
 
 
+def serving_vllm() -> str:
+    """The rows of serving_vllm.py: tokens a second of vLLM's server, and the memory of its processes."""
+    rows = read("serving_vllm", "seconds", "tokens_per_second", "ratio", "mib")
+    body = [
+        [
+            *(row[key] for key in ("requests_at_once", "threads", "variant", "tokens_per_second")),
+            f"{row['ratio']} ×" + " (slower)" * (float(row["ratio"]) < 1),
+            row["seconds"].replace(" ", ", "),
+            row["mib"],
+        ]
+        for row in rows
+    ]
+    head = ["requests at once", "threads", "weights", "tokens/s", "as fast as dense", "seconds of each round"]
+    return table([*head, "MiB of the processes"], body, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     **OF_RECORDED,
     "optimizers": optimizers,
@@ -256,6 +272,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rope": speeds("rope", "drot"),
     "generate": generate,
     "serve": serve,
+    "serving_vllm": serving_vllm,
 }
 
 

@@ -3,8 +3,8 @@
 # Ctrl-C:
 #   examples/serve_vllm.sh CHECKPOINT [RANKS [OPTIONS of vllm serve]]
 #
-# NOT YET RUN BY US ON A GPU. What was tested is in docs/deploy.md, section "In vLLM": loading and products on
-# a CPU, with vLLM 0.32.0.
+# NOT YET RUN BY US ON A GPU. What was tested on a CPU, with vLLM 0.32.0, is in docs/deploy.md, section "In
+# vLLM".
 #
 # drot must be built with the torch that vLLM brings, so vLLM comes first:
 #   pip install 'vllm==0.32.0' 'setuptools>=78.1.1,<81' cmake ninja
