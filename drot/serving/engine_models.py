@@ -78,6 +78,11 @@ def pruned_modules(config: Any) -> dict[str, set[str]]:
     }
 
 
+def modules_left_dense(config: Any, dense: set[str]) -> set[str]:
+    """The modules of which drot left a linear dense. dense: the names of these linears."""
+    return {name for name, linears in pruned_modules(config).items() if linears & dense}
+
+
 def linears_besides(model: nn.Module, config: Any) -> set[str]:
     """The linears of a model of transformers that drot does not prune, such as Q."""
     linears = {name for name, each in model.named_modules() if isinstance(each, nn.Linear)}

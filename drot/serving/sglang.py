@@ -36,7 +36,7 @@ FAMILIES_OF_TRANSFORMERS = (
 )  # fmt: skip
 
 
-class SglangConfig(EngineConfig):
+class SglangStoredConfig(EngineConfig):
     engine = "SGLang"
     families = (*OWN_FAMILIES, *FAMILIES_OF_TRANSFORMERS)
 
@@ -79,7 +79,7 @@ def register() -> None:
         warn_of_engine("SGLang", TESTED, error)
         return
     QUANTIZATION_METHODS[QUANT_METHOD] = SglangQuantization
-    AutoConfig.register(MODEL_TYPE, SglangConfig, exist_ok=True)
+    AutoConfig.register(MODEL_TYPE, SglangStoredConfig, exist_ok=True)
 
 
 def add_model(*_: Any, **__: Any) -> None:

@@ -1,5 +1,4 @@
-"""The models in SGLang of drot's checkpoints for which SglangConfig (sglang.py) chooses none of SGLang's own:
-those of transformers.
+"""Models of transformers in SGLang, for the checkpoints of drot that SGLang's own models do not compute.
 
 SGLang makes an empty model of transformers, and replaces its linears, norms and attention by its own. drot
 adds the rotations in between, as `drot.load` does, and as it does in vLLM (vllm_transformers.py). q, k and v
@@ -22,6 +21,7 @@ from drot.serving.engine_models import (
     keep_own_blocks_of,
     linears_besides,
     logits_scale,
+    modules_left_dense,
 )
 
 #: styles of transformers' plans for tensor parallelism that SGLang knows by an older name
@@ -29,7 +29,7 @@ OLDER_STYLES = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "
 
 
 class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
-    """A model of transformers with the rotations of a checkpoint, of a family in SglangConfig.families."""
+    """A model of transformers with the rotations of a checkpoint."""
 
     engine = "SGLang"
     stages = 1
@@ -38,6 +38,7 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         self.held_config, self.checkpoint = config, config.name_or_path
         quant_config.stacked = {}
+        quant_config.dense |= modules_left_dense(config, quant_config.dense)
         super().__init__(config, quant_config=quant_config, prefix=prefix)
         self.logits_processor.logit_scale = logits_scale(config)  # SGLang reads `logit_scale` alone
 

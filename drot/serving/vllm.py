@@ -42,7 +42,7 @@ FAMILIES_OF_TRANSFORMERS = (
 )  # fmt: skip
 
 
-class VllmConfig(EngineConfig):
+class VllmStoredConfig(EngineConfig):
     engine = "vLLM"
     families = (*SERVED_FAMILIES, *FAMILIES_OF_TRANSFORMERS)
 
@@ -73,4 +73,4 @@ def register() -> None:
     except Exception as error:  # it would end vLLM, also for the models of others
         warn_of_engine("vLLM", TESTED, error)
         return
-    AutoConfig.register(MODEL_TYPE, VllmConfig, exist_ok=True)
+    AutoConfig.register(MODEL_TYPE, VllmStoredConfig, exist_ok=True)

@@ -29,7 +29,7 @@ from drot.core.errors import UserError
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.boundary import NORM_PREFIX, ROTATION_MODULE
 from drot.model.mixins import mix
-from drot.serving.engine_models import CompleteWeights, keep_own_blocks, pruned_modules
+from drot.serving.engine_models import CompleteWeights, keep_own_blocks, modules_left_dense
 
 SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families
 
@@ -109,8 +109,7 @@ class CheckedWeights(CompleteWeights):
         self.stages = get_pp_group().world_size
         quantization = vllm_config.quant_config
         self.held_config: Any = vllm_config.model_config.hf_config
-        modules = pruned_modules(self.held_config)
-        quantization.dense |= {name for name, linears in modules.items() if linears & quantization.dense}
+        quantization.dense |= modules_left_dense(self.held_config, quantization.dense)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix)
 

@@ -47,7 +47,7 @@ def test_an_engine_that_refuses_what_the_plugin_registers(error, monkeypatch, ca
 def test_drot_opens_what_the_plugin_refuses(tmp_path):
     """In one process with vLLM, too, whose plugin has fewer families."""
     save(tmp_path / "experts", "qwen3_moe", {}, "none", {}, "packed")
-    AutoConfig.register(MODEL_TYPE, vllm.VllmConfig, exist_ok=True)  # as the plugin does
+    AutoConfig.register(MODEL_TYPE, vllm.VllmStoredConfig, exist_ok=True)  # as the plugin does
     try:
         with pytest.raises(UserError, match="has the families llama, mistral, .*, got qwen3_moe"):
             AutoConfig.from_pretrained(tmp_path / "experts")

@@ -48,6 +48,7 @@ ROTATED = {
     "dense": ("qwen3", HEADS, "layer", R3 | {"boundary": "residual"}, "dense"),
     "tied to the embedding": ("smollm3", HEADS | {"tie_word_embeddings": True}, "none", {}, "packed"),
     "kept": ("smollm3", HEADS, "layer", R3 | {"keep": ["layers.1.mlp.up_proj"]}, "packed"),
+    "kept of a module": ("glm", HEADS, "layer", R3 | {"keep": ["layers.1.mlp.gate_proj"]}, "packed"),
     "biases of ernie": ("ernie4_5", HEADS | {"use_bias": True}, "layer", R3, "packed"),
 } | {family: rotated(family) for family in plugin.FAMILIES_OF_TRANSFORMERS}
 for family in ("exaone4", "ministral3"):  # some models of these families have windows
