@@ -19,6 +19,8 @@ from drot.serving import sglang, vllm
 def test_another_interface_of_an_engine_is_one_line(plugin, engine, monkeypatch, caplog):
     """The rest of the engine goes on, as it does for its other models."""
     module = ModuleType(engine.lower())
+    for name in [name for name in sys.modules if name.startswith(f"{engine.lower()}.")]:
+        monkeypatch.delitem(sys.modules, name)  # where the engine is installed
     monkeypatch.setitem(sys.modules, engine.lower(), module)
     module.__version__ = "9.0"
     with caplog.at_level(logging.WARNING, "drot"):
