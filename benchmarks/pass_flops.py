@@ -18,7 +18,7 @@ from drot.calibration.hessian import lower_panels
 from drot.config import QUALITIES
 from drot.config.recipe import DISTILL_EPOCHS, DISTILL_TEXT
 from drot.config.rotation import TRAINING_TOKENS
-from drot.pipeline.distill import HELD_OUT_SHARE
+from drot.pipeline.batches import DISTILL_HELD_OUT_SHARE
 from drot.pipeline.importance import MAP_SIZE
 from drot.pipeline.work import USUAL_ADMM_ITERATIONS
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS_AFTER_ADMM
@@ -118,7 +118,7 @@ def operations(
         "errors before and after": {"fp32": 6 * of_groups(lambda out, size: out * half(size))},
     }
     if quality == "best":
-        passes = 3 * DISTILL_EPOCHS * (1 - HELD_OUT_SHARE) + 2 * HELD_OUT_SHARE
+        passes = 3 * DISTILL_EPOCHS * (1 - DISTILL_HELD_OUT_SHARE) + 2 * DISTILL_HELD_OUT_SHARE
         parts["training of all layers together"] = {"inputs": DISTILL_TEXT * (1 + passes) * forward}
     return parts
 
