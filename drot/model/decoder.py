@@ -17,7 +17,7 @@ from drot.model.dtypes import stored_dtype
 from drot.model.families import family_of, layer_families
 from drot.model.family import EMBEDDED, Family
 from drot.model.layer import DecoderLayer, Weights
-from drot.model.linear import copied, module_at, reset_norm, scale_of, shift_of, with_forward
+from drot.model.linear import copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.multimodal import WRITERS
 from drot.model.sizes import head_shape, shares_keys, widths_of
 
@@ -249,41 +249,44 @@ class DecoderModel:
 
         empty: makes the tensors of the input and of these arguments, of the shape and the dtype that it gets.
         """
-        calls: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+        recorders = [_Recorder(layer.module, self.family.returns_choice) for layer in self.layers]
+        stand_ins = {self.family.layers: nn.ModuleList(recorders), self.family.final_norm: nn.Identity()}
+        backbone = module_at(self.model, self.family.layers.rpartition(".")[0])
+        before: dict[str, nn.Module] = {}
         found: dict[tuple[int, str], Tensor] = {}
         inputs = None
-
-        def recorder(index: int) -> Callable[..., Any]:
-            def forward(hidden_states: Tensor, *embedded: Tensor | None, **kwargs: Any) -> Any:
-                if any(one is not None for one in embedded):
-                    kwargs[EMBEDDED] = embedded[0]
-                calls[index] = hidden_states, kwargs
-                return (hidden_states, None) if self.family.returns_choice else hidden_states
-
-            return forward
-
-        backbone = module_at(self.model, self.family.layers.rpartition(".")[0])
-        with contextlib.ExitStack() as replaced, self.in_memory(*self.family.front):
-            for layer in self.layers:
-                replaced.enter_context(with_forward(layer.module, recorder(layer.index)))
-            replaced.enter_context(with_forward(self.final_norm, lambda hidden_states: hidden_states))
-            device = self.embedding.weight.device
-            for index, row in enumerate(tokens):
-                backbone(row[None].to(device), use_cache=False)
-                (first,) = calls[0][0]
-                if inputs is None:
-                    inputs = empty((len(tokens), *first.shape), first.dtype)
-                inputs[index] = first
-                for place, (_, kwargs) in calls.items():
-                    for name in kwargs.keys() & BY_SEQUENCE:
-                        (own,) = kwargs[name]
-                        if index == 0:
-                            found[place, name] = empty((len(tokens), *own.shape), own.dtype)
-                        found[place, name][index] = own
+        try:
+            for path, module in stand_ins.items():
+                before[path] = self._replace(path, module)
+            with self.in_memory(*self.family.front):
+                device = self.embedding.weight.device
+                for index, row in enumerate(tokens):
+                    backbone(row[None].to(device), use_cache=False)
+                    (first,) = recorders[0].hidden_states
+                    if inputs is None:
+                        inputs = empty((len(tokens), *first.shape), first.dtype)
+                    inputs[index] = first
+                    for place, recorder in enumerate(recorders):
+                        for name in recorder.kwargs.keys() & BY_SEQUENCE:
+                            (own,) = recorder.kwargs[name]
+                            if index == 0:
+                                found[place, name] = empty((len(tokens), *own.shape), own.dtype)
+                            found[place, name][index] = own
+        finally:
+            for path, module in before.items():
+                self._replace(path, module)
         assert inputs is not None, "there is a sequence at least"
         for (place, name), tensor in found.items():
-            calls[place][1][name] = tensor
-        return inputs, [calls[layer.index][1] for layer in self.layers]
+            recorders[place].kwargs[name] = tensor
+        return inputs, [recorder.kwargs for recorder in recorders]
+
+    def _replace(self, path: str, module: nn.Module) -> nn.Module:
+        """Puts `module` at a dotted path of the model, and returns what was there."""
+        parent, _, name = path.rpartition(".")
+        place = module_at(self.model, parent)
+        before: nn.Module = getattr(place, name)
+        setattr(place, name, module)
+        return before
 
     @property
     def image_writers(self) -> Sequence[nn.Module]:
@@ -380,3 +383,29 @@ def rotate_rows(weight: Tensor, r1: Tensor, device: torch.device, scale: Tensor 
     for rows in weight.detach().split(ROWS):
         wide = rows.to(device).double()
         rows.copy_((wide if scale is None else wide * scale) @ r1)
+
+
+class _Recorder(nn.Module):
+    """Replaces a decoder layer in a forward pass: records the arguments and returns the input.
+
+    returns_choice: that of the family.
+    """
+
+    def __init__(self, layer: nn.Module, returns_choice: bool) -> None:
+        super().__init__()
+        self.returns_choice = returns_choice
+        self._layer = [layer]  # the list keeps the layer from becoming a submodule
+        self.kwargs: dict[str, Any] = {}
+        self.hidden_states: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"][0], name)
+
+    def forward(self, hidden_states: Tensor, *embedded: Tensor | None, **kwargs: Any) -> Any:
+        self.hidden_states, self.kwargs = hidden_states, kwargs
+        if any(one is not None for one in embedded):
+            self.kwargs[EMBEDDED] = embedded[0]
+        return (hidden_states, None) if self.returns_choice else hidden_states

@@ -1,9 +1,7 @@
 """The handle to one linear of a decoder layer, and what it needs of its module."""
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, cast
 
@@ -23,19 +21,6 @@ def module_at(root: nn.Module, path: str) -> Any:
             f"{type(root).__name__} has no module {path!r}, which drot/model/families.py lists: load the "
             "model again if it was changed after loading, or correct the entry of its model type"
         ) from None
-
-
-@contextlib.contextmanager
-def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A context in which a call of `module` calls `forward` in place of its own."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if before is not None:
-            module.__dict__["forward"] = before
 
 
 class Linear:
