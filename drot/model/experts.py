@@ -53,6 +53,8 @@ class ReplacedExperts(Mixin):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if not hasattr(cls, "family"):  # a mixin itself
+            return
         linears = [linear for linear in cls.family.linears if linear.expert == 0]
         cls.names = tuple(dict.fromkeys(linear.path.rpartition(".")[2] for linear in linears))
         cls.has_gate, cls.transposed = len(linears) > len(cls.names), linears[0].transposed

@@ -9,28 +9,32 @@ tensor-parallel ranks:
   columns, so no block may straddle two ranks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from drot.checkpoint.opening import names_in_files
+from drot.checkpoint.quantization_config import DrotConfig, expect_rotations
 from drot.checkpoint.stored_config import StoredConfig
 from drot.core.checks import counted
 from drot.core.errors import UserError
-from drot.machine.devices import check_gpu, is_gpu
-from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
+from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.decoder import DecoderModel
 from drot.model.families import family_of, layer_families
-from drot.model.family import by_module
+from drot.model.family import Family, by_module
 from drot.model.linear import module_at
 from drot.model.multimodal import StoredNames, language_config
-from drot.model.sizes import experts_of
+from drot.serving.engine_experts import RankExperts, divide_experts
 from drot.serving.requirements import check_family
+from drot.serving.shares import keep_own_blocks
+from drot.sparse.packed import expect_packed_experts
 
-#: the architecture of checkpoints that an engine computes by a model of transformers
+#: the architectures of checkpoints that an engine computes by a model of transformers
 OF_TRANSFORMERS = "DrotTransformersForCausalLM"
+MIXTURE_OF_TRANSFORMERS = "DrotTransformersMoEForCausalLM"
 
 
 class EngineConfig(StoredConfig):
@@ -44,17 +48,12 @@ class EngineConfig(StoredConfig):
         """The family's config, whose `architectures` name a class of the engine or of its plugin.
 
         Of a model that reads images too, it is the config of the language model, which alone is served.
-        Raises UserError for a family that the plugin does not have, and for a mixture of experts.
+        Raises UserError for a family that the plugin does not have.
         """
         found = super().from_dict(config_dict, **kwargs)
         outer, *unused = found if isinstance(found, tuple) else (found,)  # with return_unused_kwargs
         config = language_config(outer)
         check_family(cls.engine, cls.families, config.model_type)
-        if experts_of(config):  # as the largest model of gemma4_text
-            raise UserError(
-                f"drot's plugin for {cls.engine} serves no mixture of experts: serve this checkpoint by "
-                "`drot serve`"
-            )
         config.of_multimodal = config is not outer  # its files hold more than the language model
         config.name_or_path = outer.name_or_path
         config.architectures = [cls.architecture_of(config)]
@@ -97,43 +96,40 @@ def logits_scale(config: Any) -> float:
     return multiplier / divisor
 
 
-def keep_own_blocks(rotation: BlockRotation, rank: int, ranks: int) -> None:
-    """Replaces the blocks of an R3 on the device `meta` by uninitialised ones, those of a rank.
-
-    Raises UserError if a block would straddle two ranks.
-    """
-    count, size = rotation.weight.shape[:2]
-    if count % ranks:
-        raise UserError(
-            f"the {count} blocks of down_rotation, of {size} columns each, cannot be divided among "
-            f"{ranks} tensor-parallel ranks without cutting a block: choose another number of ranks"
-        )
-    own = count // ranks
-    device = torch.get_default_device()  # an engine sets it and the dtype while it builds a model
-    if is_gpu(device):
-        check_gpu(device)  # of a dense checkpoint nothing else does
-    weight: Any = nn.Parameter(torch.empty(own, size, size, device=device), requires_grad=False)
-
-    def load(parameter: Tensor, loaded: Tensor) -> None:
-        parameter.data.copy_(loaded.narrow(0, rank * own, own))
-
-    weight.weight_loader = load
-    rotation.weight = weight
+def expect_held(model: Any, held: DrotConfig) -> None:
+    """Adds the rotations to an empty model of transformers, and packed experts. Packed linears are those of
+    the engine."""
+    expect_rotations(model, held)
+    for layer in DecoderModel(model).layers if held.packed else ():
+        expect_packed_experts(layer, held.dense_linears)
 
 
-def keep_own_blocks_of(
-    layers: Iterable[nn.Module], config: Any, *, missing: type[nn.Module], rank: int, ranks: int
+def keep_own_share(
+    layers: Iterable[nn.Module],
+    config: Any,
+    *,
+    missing: type[nn.Module],
+    rank: int,
+    ranks: int,
+    add: Callable[[Tensor], Tensor],
 ) -> None:
-    """Lets the R3 of decoder layers of transformers keep the blocks for the columns of a rank's down_proj.
+    """Lets decoder layers of transformers keep what a rank has of R3 and of the experts.
 
-    missing: the engine's class of layers that another pipeline-parallel rank has.
+    missing: the engine's class of layers that another pipeline-parallel rank has. add: adds the outputs of
+    the experts of all ranks.
     """
-    family = family_of(config)
-    for layer in layers:
-        for path in () if isinstance(layer, missing) else family.down_modules:
+    families = layer_families(config, config.num_hidden_layers)
+    for index, (layer, family) in enumerate(zip(layers, families, strict=True)):
+        if isinstance(layer, missing):
+            continue
+        if family.experts is not None:
+            divide_experts(layer, family, f"layers.{index}", rank=rank, ranks=ranks, add=add)
+        for path in family.down_modules:
             mlp = module_at(layer, path)
+            if path == family.experts or not hasattr(mlp, DOWN_ROTATION):
+                continue
             down = module_at(mlp, family.mlp_parts(path)[1])
-            if hasattr(mlp, DOWN_ROTATION) and getattr(down, "input_is_parallel", False):
+            if getattr(down, "input_is_parallel", False):
                 keep_own_blocks(getattr(mlp, DOWN_ROTATION), rank, ranks)
 
 
@@ -170,17 +166,21 @@ class CompleteWeights:
                         continue
                     name = names.own(name) or name
                 found.add(name)
-                yield self.renamed.get(name, name), tensor
+                yield self.renamed.get(name, self._in_model(name)), tensor
 
         stock: Any = super()
         loaded: set[str] = stock.load_weights(named())
-        stored, module = set(self._stored_names()), cast(Any, self)
+        module: Any = self
+        for name, experts in module.named_modules():
+            if isinstance(experts, RankExperts):
+                experts.check_loaded(name)
+        stored = set(self._stored_names())
         if missing := sorted(stored - found):
             raise UserError(
                 f"the checkpoint lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}: it is "
                 "incomplete or of another architecture; copy it again"
             )
-        left_out = found - stored - {name for name, _ in module.named_buffers()}
+        left_out = found - stored - {self._in_files(name) for name, _ in module.named_buffers()}
         if left_out and self.stages == 1:  # of several, another rank may hold it
             raise UserError(
                 f"{self.engine}'s model does not read {counted(len(left_out), 'tensor')} of the checkpoint, "
@@ -200,9 +200,34 @@ class CompleteWeights:
         """The name in the checkpoint of each parameter, and of each part of a stacked one."""
         stored = {stock: name for name, stock in self.renamed.items()}
         module: Any = self
+        experts = {name: each for name, each in module.named_modules() if isinstance(each, RankExperts)}
+        for path, each in experts.items():
+            yield from (self._in_files(f"{path}.{name}") for name in each.stored_names())
         for name, _ in module.named_parameters():
+            if name.startswith(tuple(f"{path}." for path in experts)):
+                continue
             path, _, tensor = name.rpartition(".")
             path, _, last = path.rpartition(".")
             for part in self.packed_modules_mapping.get(last, [last]):
                 stock = ".".join(filter(None, (path, part, tensor)))
-                yield stored.get(stock, stock)
+                yield stored.get(stock, self._in_files(stock))
+
+    def _in_files(self, name: str) -> str:
+        """The name in files of a tensor of the model of transformers."""
+        return self._with_layer(name, lambda family, own: family.name_in_files(own))
+
+    def _in_model(self, name: str) -> str:
+        """The name that the engine expects of a tensor with this name in files."""
+        return name  # vLLM has the renames of transformers
+
+    def _with_layer(self, name: str, rename: Callable[[Family, str], str]) -> str:
+        """The name of a tensor, with another name in its layer."""
+        layers = f"{family_of(self.held_config).layers}."
+        if not name.startswith(layers):
+            return name
+        index, _, own = name.removeprefix(layers).partition(".")
+        return f"{layers}{index}.{rename(self._families[int(index)], own)}"
+
+    @cached_property
+    def _families(self) -> list[Family]:
+        return layer_families(self.held_config, self.held_config.num_hidden_layers)

@@ -17,14 +17,9 @@ from drot.checkpoint.quantization_config import QUANT_METHOD, DrotConfig
 from drot.core.errors import UserError
 from drot.machine.devices import check_gpu, is_gpu
 from drot.ops import sparse24_compress, sparse24_linear
+from drot.serving.shares import check_share
 from drot.sparse.linear import PACKABLE_DTYPES, compresses
 from drot.sparse.packed import check_packed_tensors
-
-#: The inputs of a rank's linear must be a multiple of it, as the kernel for few tokens (csrc/ops/cuda/
-#: sparse24_skinny.cuh) takes; with other inputs each product would unpack the weight.
-INPUTS = 64
-#: The outputs of a rank's linear must be a multiple of it, as cuSPARSELt takes.
-OUTPUTS = 32
 
 
 class PackedConfig:
@@ -100,12 +95,7 @@ class PackedLinearMethod:
         Raises UserError if the kernels do not take the rank's share of the inputs or outputs.
         """
         inputs, outputs = input_size_per_partition, sum(output_partition_sizes)
-        for what, size, multiple in (("inputs", inputs, INPUTS), ("outputs", outputs, OUTPUTS)):
-            if size % multiple:
-                raise UserError(
-                    f"{self.prefix}: the {what} of a packed linear on each tensor-parallel rank must be a "
-                    f"multiple of {multiple}, got {size}: take fewer ranks, or serve the dense checkpoint"
-                )
+        check_share(self.prefix, inputs, outputs)
         for name, columns, dtype in (
             ("values", inputs // 2, params_dtype),
             ("positions", inputs // 8, torch.uint8),

@@ -34,11 +34,17 @@ FAMILIES_OF_TRANSFORMERS = (
     "apertus", "arcee", "cohere", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite", "helium",
     "hunyuan_v1_dense", "hyperclovax", "jais2", "ministral3", "olmo2", "opt", "seed_oss", "smollm3",
 )  # fmt: skip
+#: mixtures of experts that it computes by a model of transformers, with the experts of drot
+MIXTURES = (
+    "afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "mellum",
+    "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
+)  # fmt: skip
 
 
 class SglangStoredConfig(EngineConfig):
     engine = "SGLang"
-    families = (*OWN_FAMILIES, *FAMILIES_OF_TRANSFORMERS)
+    families = (*OWN_FAMILIES, *FAMILIES_OF_TRANSFORMERS, *MIXTURES)
 
     @classmethod
     def architecture_of(cls, config: Any) -> str:

@@ -8,17 +8,22 @@ are three products here, and gate and up are two.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.models.transformers import TransformersForCausalLM
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 
-from drot.checkpoint.quantization_config import expect_rotations
 from drot.core.errors import UserError
+from drot.machine.devices import is_gpu
 from drot.model.families import family_of
+from drot.model.family import renamed
 from drot.model.linear import module_at
+from drot.model.sizes import experts_of
 from drot.serving.engine_models import (
     CompleteWeights,
-    keep_own_blocks_of,
+    expect_held,
+    keep_own_share,
     linears_besides,
     logits_scale,
     modules_left_dense,
@@ -26,6 +31,18 @@ from drot.serving.engine_models import (
 
 #: styles of transformers' plans for tensor parallelism that SGLang knows by an older name
 OLDER_STYLES = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
+
+
+def refuse_graphs(graphs: Any) -> None:
+    """Raises UserError if SGLang makes CUDA graphs, which cannot hold the experts (engine_experts.py).
+
+    graphs: SGLang's CudaGraphConfig; None if it makes none.
+    """
+    if graphs is not None and any(phase.backend != "disabled" for phase in (graphs.decode, graphs.prefill)):
+        raise UserError(
+            "drot's plugin for SGLang computes a mixture of experts without CUDA graphs: start SGLang with "
+            "its option disable-cuda-graph"
+        )
 
 
 class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
@@ -38,6 +55,8 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         self.held_config, self.checkpoint = config, config.name_or_path
         quant_config.stacked = {}
+        if experts_of(config) and is_gpu(torch.get_default_device()):
+            refuse_graphs(get_exec().graph.cuda_graph_config)
         quant_config.dense |= modules_left_dense(config, quant_config.dense)
         super().__init__(config, quant_config=quant_config, prefix=prefix)
         self.logits_processor.logit_scale = logits_scale(config)  # SGLang reads `logit_scale` alone
@@ -52,22 +71,27 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
                 f"drot's plugin for SGLang takes one pipeline-parallel rank, got {self.pp_group.world_size}: "
                 "use tensor parallelism"
             )
-        expect_rotations(self, self.quant_config.drot)
+        expect_held(self, self.quant_config.drot)
         self.quant_config.dense |= linears_besides(self.model, self.config)
         super().pipeline_parallel()
+
+    def _in_model(self, name: str) -> str:
+        """The name in transformers' model, of which SGLang does not know the renames."""
+        return self._with_layer(name, lambda family, own: renamed(own, ((b, a) for a, b in family.files)))
 
     def _get_model_tp_plan(self) -> dict[str, str]:
         plan = super()._get_model_tp_plan()
         return {name: OLDER_STYLES.get(style, style) for name, style in plan.items()}
 
     def recursive_replace(self) -> None:
-        """Lets SGLang replace the linears, and R3 keep the blocks for this rank's columns of down_proj."""
+        """Lets SGLang replace the linears, and R3 and the experts keep what this rank has of them."""
         super().recursive_replace()
         ranks = get_parallel()
-        keep_own_blocks_of(
+        keep_own_share(
             module_at(self, family_of(self.config).layers),
             self.config,
             missing=PPMissingLayer,
             rank=ranks.tp_rank,
             ranks=ranks.tp_size,
+            add=tensor_model_parallel_all_reduce,
         )

@@ -19,7 +19,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from drot.checkpoint.stored_config import MODEL_TYPE
-from drot.serving.engine_models import OF_TRANSFORMERS, EngineConfig
+from drot.model.sizes import experts_of
+from drot.serving.engine_models import MIXTURE_OF_TRANSFORMERS, OF_TRANSFORMERS, EngineConfig
 from drot.serving.requirements import warn_of_engine
 
 #: the version with which the tests have run
@@ -40,16 +41,24 @@ FAMILIES_OF_TRANSFORMERS = (
     "hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3", "ministral", "ministral3", "olmo2", "olmo3",
     "opt", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
+#: mixtures of experts that it computes by a model of transformers; gemma4_text has models of both kinds
+MIXTURES = (
+    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "mellum", "minimax_m2",
+    "mistral4", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
+)  # fmt: skip
 
 
 class VllmStoredConfig(EngineConfig):
     engine = "vLLM"
-    families = (*SERVED_FAMILIES, *FAMILIES_OF_TRANSFORMERS)
+    families = (*SERVED_FAMILIES, *FAMILIES_OF_TRANSFORMERS, *MIXTURES)
 
     @classmethod
     def architecture_of(cls, config: Any) -> str:
         """The class of vllm_models.py or vllm_transformers.py."""
-        return SERVED_FAMILIES.get(config.model_type, OF_TRANSFORMERS)
+        of_transformers = MIXTURE_OF_TRANSFORMERS if experts_of(config) else OF_TRANSFORMERS
+        return SERVED_FAMILIES.get(config.model_type, of_transformers)
 
 
 def register() -> None:
@@ -66,7 +75,7 @@ def register() -> None:
         import drot.serving.vllm_transformers  # noqa: F401
 
         classes = dict.fromkeys(SERVED_FAMILIES.values(), "drot.serving.vllm_models")
-        classes[OF_TRANSFORMERS] = "drot.serving.vllm_transformers"
+        classes |= dict.fromkeys((OF_TRANSFORMERS, MIXTURE_OF_TRANSFORMERS), "drot.serving.vllm_transformers")
         for architecture, module in classes.items():
             if architecture not in ModelRegistry.get_supported_archs():
                 ModelRegistry.register_model(architecture, f"{module}:{architecture}")

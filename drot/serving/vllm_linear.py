@@ -52,3 +52,9 @@ class VllmLinearMethod(PackedLinearMethod, LinearMethodBase):
         """As PackedLinearMethod, with positions for `--load-format dummy`: random bits are none."""
         super().create_weights(layer, *args, **kwargs)
         set_weight_attrs(layer.positions, {"dummy_weight_value": 0b0100_0100})
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """As PackedLinearMethod. Latent attention then finds that the weight is packed, and asks `apply` for
+        it."""
+        super().process_weights_after_loading(layer)
+        object.__setattr__(layer, "weight_packed", layer.values)  # not as a second parameter

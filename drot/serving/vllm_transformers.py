@@ -9,19 +9,30 @@ the blocks for the columns that down_proj has on the rank.
 
 from typing import Any
 
-from torch import Tensor, nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from drot.checkpoint.quantization_config import expect_rotations
 from drot.core.errors import UserError
 from drot.model.block_rotation import activation_of
 from drot.model.families import family_of
 from drot.model.linear import module_at
 from drot.model.mixins import mix, unmix
 from drot.model.one_op import GatedMLP
-from drot.serving.engine_models import keep_own_blocks_of, linears_besides, logits_scale
+from drot.serving.engine_models import (
+    MIXTURE_OF_TRANSFORMERS,
+    expect_held,
+    keep_own_share,
+    linears_besides,
+    logits_scale,
+)
 from drot.serving.vllm_models import CheckedWeights
 
 #: families whose model changes its embeddings, which on a later pipeline-parallel rank are hidden states
@@ -39,13 +50,20 @@ class MergedMLP(GatedMLP):
         return output
 
 
-def merge_gate_and_up(model: nn.Module) -> None:
-    """Lets vLLM compute gate and up by one product in MLPs that hold R3."""
-    for mlp in model.modules():
+def merge_gate_and_up(model: Any) -> None:
+    """Lets vLLM compute gate and up by one product in MLPs that hold R3.
+
+    It then divides the outputs of gate and up among the tensor-parallel ranks, also of an MLP that the plan
+    of the model does not name. So the plan gets the inputs of down_proj.
+    """
+    plan = dict(model.tp_plan or {})
+    for name, mlp in model.named_modules():
         if isinstance(mlp, GatedMLP) and mlp.parts == (("gate_proj", "up_proj"), "down_proj"):
             given = mlp.given
             unmix(mlp)
             mix(mlp, MergedMLP, **given)
+            plan[f"{name}.down_proj"] = "rowwise"
+    model.tp_plan = plan
 
 
 class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
@@ -57,7 +75,7 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
             self.logits_processor.scale = logits_scale(self.config)  # vLLM reads `logit_scale` alone
 
     def pipeline_parallel(self) -> None:
-        """Adds the rotations to the empty model of transformers, before vLLM replaces a part of it.
+        """Adds rotations and packed experts to the empty model, before vLLM replaces a part of it.
 
         Raises UserError for several pipeline-parallel ranks of a family in ONE_STAGE.
         """
@@ -67,20 +85,35 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
                 f"{self.pp_group.world_size}: use tensor parallelism"
             )
         quantization = self.vllm_config.quant_config
-        expect_rotations(self, quantization.drot)
-        # without a plan, vLLM divides the outputs of gate and up, and not the inputs of down_proj
-        if self.model.tp_plan or self.tp_group.world_size == 1:
-            merge_gate_and_up(self.model)
+        expect_held(self, quantization.drot)
+        merge_gate_and_up(self.model)
         quantization.dense |= linears_besides(self.model, self.config)
         super().pipeline_parallel()
 
     def recursive_replace(self) -> None:
-        """Lets vLLM replace the linears, and R3 keep the blocks for the columns of this rank's down_proj."""
+        """Lets vLLM replace the linears, and R3 and the experts keep what this rank has of them."""
         super().recursive_replace()
-        keep_own_blocks_of(
+        keep_own_share(
             module_at(self, family_of(self.config).layers),
             self.config,
             missing=PPMissingLayer,
             rank=get_tensor_model_parallel_rank(),
             ranks=get_tensor_model_parallel_world_size(),
+            add=tensor_model_parallel_all_reduce,
         )
+
+
+class DrotTransformersMoEForCausalLM(DrotTransformersForCausalLM):
+    """The same of a family in MIXTURES, whose experts drot computes (engine_experts.py)."""
+
+
+class NoGraphOfExperts(VerifyAndUpdateConfig):
+    """What vLLM asks before it makes a DrotTransformersMoEForCausalLM."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Turns CUDA graphs off: how many tokens an expert gets is known on the CPU alone."""
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
+MODELS_CONFIG_MAP[MIXTURE_OF_TRANSFORMERS] = NoGraphOfExperts

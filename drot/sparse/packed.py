@@ -181,11 +181,17 @@ def expect_packed(model: "PreTrainedModel", dense: Collection[str] = ()) -> None
         for _, linear in _linears_to_pack([layer], dense):
             if linear.spec.expert is None:
                 linear.module = SparseLinear.like(linear.plain)
-            else:
-                empty = SparseExperts.like(linear.of_experts)
-                replace_weights(layer.module, layer.family, linear.spec.path, empty)
+        expect_packed_experts(layer, dense)
     if not is_packed(model):
         raise UserError("config.json: dense_linears has every linear of a packed model: copy it again")
+
+
+def expect_packed_experts(layer: DecoderLayer, dense: Collection[str] = ()) -> None:
+    """As `expect_packed`, for the experts of one layer alone."""
+    for _, linear in _linears_to_pack([layer], dense):
+        if linear.spec.expert is not None:
+            empty = SparseExperts.like(linear.of_experts)
+            replace_weights(layer.module, layer.family, linear.spec.path, empty)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from runs import TOKENS as CALIBRATION
 from runs import one_shot, prune
 from safetensors.torch import load_file, save_file
+from small_families import FAMILIES as SETTINGS
 from small_models import small_model
 
 from drot.model.families import FAMILIES
@@ -30,21 +31,40 @@ SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5
 SCALED |= {"original_max_position_embeddings": 8}  # beyond them, the queries are scaled
 OWN_SIZES["ministral3"] = HEADS | {"rope_parameters": SCALED}
 OWN_SIZES["opt"] = {"num_key_value_heads": 4, "ffn_dim": 256}
+OWN_SIZES["mistral4"] = LATENT
+#: those that vLLM's kernels of latent attention take
+KEPT_LATENT = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+OWN_SIZES |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), KEPT_LATENT)
+OWN_SIZES["gemma4_text-experts"] = GEMMA4
+#: the widths of experts, and of the MLPs beside them, which follow from other sizes in some families
+WIDTHS = ("moe_intermediate_size", "prefix_dense_intermediate_size")
+WIDTHS += ("shared_expert_intermediate_size", "shared_intermediate_size")
 
 
 def rotated(family):
     """What `save` takes for a packed model of `family` with all rotations that the family takes."""
-    return (
-        family, OWN_SIZES.get(family, HEADS), "layer", R3 if FAMILIES[family].down_modules else {}, "packed"
-    )  # fmt: skip
+    sizes = OWN_SIZES.get(family, HEADS) | {
+        key: 128 for key in WIDTHS if isinstance(SETTINGS[family].get(key), int)
+    }
+    fields = R3 if FAMILIES[family.partition("-")[0]].down_modules else {}
+    return family, sizes, "layer", fields, "packed"
+
+
+def _save_renamed(folder, rename):
+    for file in folder.glob("model*.safetensors"):
+        tensors = {new: t.clone() for name, t in load_file(file).items() if (new := rename(name))}
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def without_norm_prefix(folder):
     """Renames a norm of a checkpoint, so that its layer says not that it rotates."""
     rotated, stock = (f"model.layers.0.{p}input_layernorm.weight" for p in ("rotated_", ""))
-    for file in folder.glob("model*.safetensors"):
-        tensors = {stock if name == rotated else name: t.clone() for name, t in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
+    _save_renamed(folder, lambda name: stock if name == rotated else name)
+
+
+def without_tensor(folder, missing):
+    """Leaves a tensor out of a checkpoint."""
+    _save_renamed(folder, lambda name: None if name == missing else name)
 
 
 def save(folder, family, sizes, mode, fields, format):
@@ -75,7 +95,7 @@ def run_ranks(script, folder, ranks, models, *path):
         log = (folder / f"log{ranks}-{rank}").open("w")
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=400) for process in processes]
+        codes = [process.wait(timeout=1200) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -13,7 +13,6 @@ import torch
 from engines import (
     CALIBRATION,
     HEADS,
-    OWN_SIZES,
     R3,
     ROOT,
     SIZES,
@@ -25,6 +24,7 @@ from engines import (
 )
 from runs import one_shot, prune, saved_tensors
 from safetensors.torch import load_file, save_file
+from small_families import FAMILIES as SETTINGS
 from small_multimodal import save_small_multimodal
 
 import drot
@@ -51,9 +51,12 @@ ROTATED = {
     "kept of a module": ("glm", HEADS, "layer", R3 | {"keep": ["layers.1.mlp.gate_proj"]}, "packed"),
     "biases of ernie": ("ernie4_5", HEADS | {"use_bias": True}, "layer", R3, "packed"),
 } | {family: rotated(family) for family in plugin.FAMILIES_OF_TRANSFORMERS}
-for family in ("exaone4", "ministral3"):  # some models of these families have windows
-    whole = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
-    ROTATED[family] = (family, OWN_SIZES.get(family, HEADS) | whole, "layer", R3, "packed")
+ROTATED |= {family: rotated(family) for family in plugin.MIXTURES}
+WHOLE = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+for family, (_, sizes, *fields) in ROTATED.items():
+    if "layer_types" in SETTINGS.get(family, ()) or family in ("exaone4", "ministral3"):  # some have windows
+        ROTATED[family] = (family, sizes | WHOLE, *fields)
+ROTATED |= {f"{family}, dense": (*ROTATED[family][:4], "dense") for family in ("mixtral", "granitemoe")}
 #: a model that reads images too, whose language model is served
 MULTIMODAL = "mistral3"
 #: families of which two ranks are refused by SGLang, since transformers has no plan for them
@@ -61,7 +64,8 @@ ONE_RANK = ("hunyuan_v1_dense", "opt")
 #: the same, and what the message of the refusal has
 REFUSED = {
     "window": (("mistral", HEADS | {"sliding_window": 4}, "layer", R3, "packed"), "a sliding window"),
-    "experts": (("qwen3_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
+    "convolutions": (("lfm2_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
+    "narrow experts": (("qwen3_moe", HEADS, "none", {}, "packed"), "multiple of 64"),
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
     "gemma2": (("gemma2", HEADS, "none", {}, "packed"), "has the families llama, mistral, qwen2, qwen3"),
@@ -214,6 +218,19 @@ def test_a_block_that_would_straddle_two_ranks_is_refused(results):
     assert isinstance(results[1][0]["straddles"], dict)
     message = results[2][0]["straddles"]
     assert "cannot be divided among 2 tensor-parallel ranks" in message and "\n" not in message
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_graphs_of_experts_are_refused():
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    from drot.serving.sglang_transformers import refuse_graphs
+
+    refuse_graphs(None)
+    refuse_graphs(CudaGraphConfig(decode=PhaseConfig(), prefill=PhaseConfig()))
+    with pytest.raises(UserError, match="without CUDA graphs"):
+        refuse_graphs(CudaGraphConfig(decode=PhaseConfig(backend="full")))
 
 
 @needs_sglang

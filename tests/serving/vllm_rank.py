@@ -17,7 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.utils import can_enable_torch_compile
@@ -41,6 +41,17 @@ def attention(self, query, key, value, *_, **__):
     if (sinks := self.impl.sinks) is not None:
         scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, len(TOKENS), 1)], -1)
     weights = scores.softmax(-1)[..., : len(TOKENS)]
+    return (weights @ v).transpose(0, 1).flatten(1)
+
+
+def latent_attention(self, query, latent, rotated, **_):
+    """The same, where the keys and values of all heads come from a latent [tokens, rank] and `rotated`."""
+    keys_and_values = self.kv_b_proj(latent)[0].unflatten(-1, (self.num_heads, -1))
+    key, value = keys_and_values.split((self.qk_nope_head_dim, self.v_head_dim), -1)
+    key = torch.cat([key, rotated.view(len(TOKENS), 1, -1).expand(-1, self.num_heads, -1)], -1)
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    later = torch.ones(len(TOKENS), len(TOKENS), dtype=torch.bool).triu(1)
+    weights = (q @ k.mT * self.scale).masked_fill(later, float("-inf")).softmax(-1)
     return (weights @ v).transpose(0, 1).flatten(1)
 
 
@@ -84,7 +95,7 @@ def computed(engine):
 @torch.no_grad()
 def main(rank, ranks, meeting, results, *models):
     register()
-    Attention.forward = attention
+    Attention.forward, MLAAttention.forward = attention, latent_attention
     torch.accelerator.empty_cache = lambda: None  # vLLM calls it after loading, and it needs a GPU
     found = {}
     for model in models:

@@ -1,0 +1,173 @@
+"""The experts of a mixture on one tensor-parallel rank of vLLM or SGLang. Nothing here imports an engine.
+
+The engines' own kernels for experts take neither packed weights nor R3. So the experts stay those of the
+model of transformers, and compute as they do after `drot.load` (drot/model/experts.py).
+
+Each rank has an equal part of the channels between gate and up and down_proj of every expert: the rows of
+gate and up, the columns of down_proj, and the blocks of R3. The ranks then add their outputs.
+
+How many tokens an expert gets depends on the tokens. So to `torch.compile` the experts of a layer are one op,
+which no CUDA graph can hold.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from drot.core.errors import UserError
+from drot.machine.devices import check_gpu, is_gpu
+from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.experts import PACKED_PREFIX, ReplacedExperts
+from drot.model.family import Family
+from drot.model.linear import module_at
+from drot.model.mixins import mix, unmix
+from drot.serving.shares import Part, check_blocks, check_share, own_parameter
+from drot.sparse.experts import SparseExperts
+from drot.sparse.packed import check_packed_tensors
+
+#: number → the experts for which the op computes
+_EXPERTS: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+class RankExperts(ReplacedExperts):
+    """Mixin in front of a family's class of experts, for those of one rank.
+
+    add: adds the outputs of all ranks. number: by it the op finds the module.
+    own_rows, own_columns: the part that the rank has of a gate or up [out, in], and of a down_proj [out, in].
+    files: the end of the name of a tensor in files that hold each expert by itself, such as `w1.weight` →
+        the parameter, and whether it is the second half of its rows.
+    together: the parameters that the files hold as one tensor of all experts.
+    """
+
+    add: Callable[[Tensor], Tensor]
+    number: str
+    own_rows: Part
+    own_columns: Part
+    files: dict[str, tuple[str, bool]]
+    together: set[str]
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """As ReplacedExperts, with the outputs of all ranks."""
+        return self.add(rank_experts(hidden_states, chosen, weights, self.number))
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        """Loads what this rank has of the tensors of a checkpoint, and gives the names of the parameters.
+
+        An engine's loader calls it. weights: the tensors by their names below the experts.
+        """
+        held = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in held:
+                held[name].weight_loader(held[name], tensor)
+                self.together.add(name)
+                yield name
+                continue
+            expert, _, end = name.partition(".")
+            name, second = self.files[end]
+            weight = held[name].data[int(expert)]
+            if name == self.names[-1]:
+                weight.copy_(self.own_columns(tensor))
+            else:
+                weight.chunk(1 + self.has_gate)[second].copy_(self.own_rows(tensor))
+            yield name
+
+    def stored_names(self: Any) -> Iterator[str]:
+        """The names below the experts that the tensors have in the files which `load_weights` has read."""
+        for name, parameter in self.named_parameters():
+            ends = [end for end, (own, _) in self.files.items() if own == name]
+            if ends and name not in self.together:
+                yield from (f"{expert}.{end}" for expert in range(len(parameter)) for end in ends)
+            else:
+                yield name
+
+    def check_loaded(self: Any, name: str) -> None:
+        """Raises UserError for a damaged weight, and for a GPU for which drot was not built.
+
+        name: of the experts in the model, for messages.
+        """
+        for replaced, module in self.named_children():
+            if isinstance(module, SparseExperts):
+                check_packed_tensors(f"{name}.{replaced}", module.values, module.positions)
+                if is_gpu(module.values.device):
+                    check_gpu(module.values.device, kernels=True)
+
+
+@torch.library.custom_op("drot::rank_experts", mutates_args=())
+def rank_experts(hidden_states: Tensor, chosen: Tensor, weights: Tensor, number: str) -> Tensor:
+    """What `ReplacedExperts.forward` returns for the RankExperts `number`."""
+    return ReplacedExperts.forward(_EXPERTS[number], hidden_states, chosen, weights)
+
+
+@rank_experts.register_fake
+def _(hidden_states: Tensor, chosen: Tensor, weights: Tensor, number: str) -> Tensor:
+    return torch.empty_like(hidden_states)
+
+
+def divide_experts(
+    layer: nn.Module, family: Family, name: str, *, rank: int, ranks: int, add: Callable[[Tensor], Tensor]
+) -> None:
+    """Lets the experts of an empty layer hold what one of several ranks has of them, uninitialised.
+
+    name: of the layer, for messages. add: adds the outputs of all ranks.
+
+    Raises UserError for a number of ranks among which the experts cannot be divided.
+    """
+    assert family.experts is not None
+    experts: Any = module_at(layer, family.experts)
+    if isinstance(experts, ReplacedExperts):
+        unmix(experts)
+    mix(experts, RankExperts, family=family)
+
+    def own(dim: int) -> Part:
+        def part(tensor: Tensor) -> Tensor:
+            if tensor.shape[dim] % ranks:
+                raise UserError(
+                    f"{name}: the channels of an expert cannot be divided among {ranks} tensor-parallel "
+                    "ranks: choose another number of ranks"
+                )
+            return tensor.chunk(ranks, dim)[rank]
+
+        return part
+
+    def own_rows(dim: int) -> Part:
+        halves = 2 if experts.has_gate and not experts.transposed else 1  # else they alternate
+        return lambda tensor: torch.cat([own(dim)(half) for half in tensor.chunk(halves, dim)], dim)
+
+    def own_blocks(tensor: Tensor) -> Tensor:
+        of_each = tensor.unflatten(0, (experts.num_experts, -1))
+        check_blocks(of_each.shape[1], tensor.shape[-1], ranks)
+        return own(1)(of_each).flatten(0, 1)
+
+    first, last = experts.names
+    parts: dict[str, Part] = {
+        first: own_rows(2 if experts.transposed else 1),
+        last: own(1 if experts.transposed else 2),
+        f"{first}_bias": own_rows(1),
+        f"{last}_bias": lambda bias: bias if rank == 0 else torch.zeros_like(bias),
+        f"{DOWN_ROTATION}.weight": own_blocks,
+    }
+    for packed in ("values", "positions"):
+        parts[f"{PACKED_PREFIX}{first}.{packed}"] = own_rows(1)
+        parts[f"{PACKED_PREFIX}{last}.{packed}"] = own(2)
+    for path, tensor in list(experts.named_parameters()):
+        parent, _, attribute = path.rpartition(".")
+        setattr(experts.get_submodule(parent), attribute, own_parameter(tensor, parts[path]))
+    for module in experts.children():
+        if isinstance(module, SparseExperts):
+            _, outputs, half = module.values.shape
+            check_share(name, 2 * half, outputs)
+
+    ends = {part: file.partition("{}.")[2] for part, file in family.expert_files}
+    experts.files = {
+        ends[linear.part]: (linear.path.rpartition(".")[2], experts.has_gate and linear.part == "up_proj")
+        for linear in family.linears
+        if linear.expert == 0 and linear.part in ends
+    }
+    experts.add, experts.own_rows, experts.own_columns, experts.together = add, own(0), own(1), set()
+    experts.number = str(next(_NUMBERS))
+    _EXPERTS[experts.number] = experts
