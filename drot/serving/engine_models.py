@@ -82,6 +82,15 @@ def modules_left_dense(config: Any, dense: set[str]) -> set[str]:
     return {name for name, linears in pruned_modules(config).items() if linears & dense}
 
 
+def unpruned_linears(config: Any) -> set[str]:
+    """The linears in the layers of a model that read the stream, and that drot never prunes."""
+    return {
+        f"{family.layers.removeprefix('model.')}.{index}.{path}"
+        for index, family in enumerate(layer_families(config, config.num_hidden_layers))
+        for path, _ in family.unpruned
+    }
+
+
 def linears_besides(model: nn.Module, config: Any) -> set[str]:
     """The linears of a model of transformers that drot does not prune, such as Q."""
     linears = {name for name, each in model.named_modules() if isinstance(each, nn.Linear)}

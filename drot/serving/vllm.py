@@ -33,6 +33,7 @@ SERVED_FAMILIES = {
     "phi3": "DrotPhi3ForCausalLM",
     "qwen2": "DrotQwen2ForCausalLM",
     "qwen3": "DrotQwen3ForCausalLM",
+    "qwen3_5_text": "DrotQwen3_5ForCausalLM",
 }
 #: families that vLLM computes by a model of transformers
 FAMILIES_OF_TRANSFORMERS = (
@@ -70,12 +71,14 @@ def register() -> None:
     try:
         from vllm import ModelRegistry
 
-        # the import registers the quantisation
+        # the imports register the quantisation and the configs
+        import drot.serving.vllm_configs
         import drot.serving.vllm_linear
         import drot.serving.vllm_transformers  # noqa: F401
 
         classes = dict.fromkeys(SERVED_FAMILIES.values(), "drot.serving.vllm_models")
         classes |= dict.fromkeys((OF_TRANSFORMERS, MIXTURE_OF_TRANSFORMERS), "drot.serving.vllm_transformers")
+        classes[SERVED_FAMILIES["qwen3_5_text"]] = "drot.serving.vllm_qwen3_5"
         for architecture, module in classes.items():
             if architecture not in ModelRegistry.get_supported_archs():
                 ModelRegistry.register_model(architecture, f"{module}:{architecture}")

@@ -29,7 +29,8 @@ from drot.core.errors import UserError
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.boundary import NORM_PREFIX, ROTATION_MODULE
 from drot.model.mixins import mix
-from drot.serving.engine_models import CompleteWeights, keep_own_blocks, modules_left_dense
+from drot.serving.engine_models import CompleteWeights, modules_left_dense, unpruned_linears
+from drot.serving.shares import keep_own_blocks
 
 SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families
 
@@ -63,7 +64,9 @@ class VllmRotatedLayer:
             stream = hidden_states if residual is None else hidden_states + residual
             hidden_states, residual = self.residual_rotation(stream), None
         stock: Any = super()
-        output, residual = stock.forward(positions, hidden_states, residual, **kwargs)
+        output, residual = stock.forward(
+            positions=positions, hidden_states=hidden_states, residual=residual, **kwargs
+        )
         if self.boundary_place == "residual":
             residual = self.residual_rotation(residual)
         assert residual is not None
@@ -110,6 +113,7 @@ class CheckedWeights(CompleteWeights):
         quantization = vllm_config.quant_config
         self.held_config: Any = vllm_config.model_config.hf_config
         quantization.dense |= modules_left_dense(self.held_config, quantization.dense)
+        quantization.dense |= unpruned_linears(self.held_config)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix)
 

@@ -10,13 +10,11 @@ the blocks for the columns that down_proj has on the rank.
 from typing import Any
 
 from torch import Tensor
-from vllm.config import CUDAGraphMode
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -27,7 +25,6 @@ from drot.model.linear import module_at
 from drot.model.mixins import mix, unmix
 from drot.model.one_op import GatedMLP
 from drot.serving.engine_models import (
-    MIXTURE_OF_TRANSFORMERS,
     expect_held,
     keep_own_share,
     linears_besides,
@@ -105,15 +102,3 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
 
 class DrotTransformersMoEForCausalLM(DrotTransformersForCausalLM):
     """The same of a family in MIXTURES, whose experts drot computes (engine_experts.py)."""
-
-
-class NoGraphOfExperts(VerifyAndUpdateConfig):
-    """What vLLM asks before it makes a DrotTransformersMoEForCausalLM."""
-
-    @staticmethod
-    def verify_and_update_config(vllm_config: Any) -> None:
-        """Turns CUDA graphs off: how many tokens an expert gets is known on the CPU alone."""
-        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-
-
-MODELS_CONFIG_MAP[MIXTURE_OF_TRANSFORMERS] = NoGraphOfExperts

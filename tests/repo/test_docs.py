@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -268,6 +269,8 @@ def test_options_in_the_text_exist() -> None:
         "--rdzv-endpoint",
         "--offload-group-size",
         "--cpu-offload-gb",
+        "--disable-cuda-graph",
+        "--enable-expert-parallel",
         "--max-model-len",
         "--model-path",
         "--load-format",
@@ -339,22 +342,19 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "own", "of_transformers"),
-    [
-        ("vLLM", vllm.SERVED_FAMILIES, vllm.FAMILIES_OF_TRANSFORMERS),
-        ("SGLang", sglang.OWN_FAMILIES, sglang.FAMILIES_OF_TRANSFORMERS),
-    ],
+    ("engine", "own", "plugin"),
+    [("vLLM", vllm.SERVED_FAMILIES, vllm), ("SGLang", sglang.OWN_FAMILIES, sglang)],
 )
 def test_the_families_in_an_engine_are_those_of_its_plugin(
-    engine: str, own: Iterable[str], of_transformers: Iterable[str]
+    engine: str, own: Iterable[str], plugin: Any
 ) -> None:
     page = (ROOT / "docs/deploy.md").read_text()
     section = page.split(f"\n## In {engine}\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^    \| (\w+'s?) model[^|]*\| (.*) \|$", section, re.MULTILINE)
-    found = {by: re.findall(r"`(\w+)`", names) for by, names in rows}
-    assert found == {f"{engine}'s": list(own), "transformers'": list(of_transformers)}
-    count = sum(map(len, found.values()))
-    assert f"{count} of those without experts" in section
+    rows = re.findall(r"^    \| \w+'s? model[^|]*\| (.*) \|$", section, re.MULTILINE)
+    found = [re.findall(r"`(\w+)`", names) for names in rows]
+    assert found == [list(own), list(plugin.FAMILIES_OF_TRANSFORMERS), list(plugin.MIXTURES)]
+    count = sum(map(len, found))
+    assert f"- **Families.** {count}, packed or dense" in section
     assert f"drot's plugin](#in-{engine.lower()}) | checkpoints of {count} families" in page
 
 

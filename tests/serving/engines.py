@@ -31,6 +31,7 @@ SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5
 SCALED |= {"original_max_position_embeddings": 8}  # beyond them, the queries are scaled
 OWN_SIZES["ministral3"] = HEADS | {"rope_parameters": SCALED}
 OWN_SIZES["opt"] = {"num_key_value_heads": 4, "ffn_dim": 256}
+OWN_SIZES["qwen3_5_text"] = HEADS | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 OWN_SIZES["mistral4"] = LATENT
 #: those that vLLM's kernels of latent attention take
 KEPT_LATENT = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}

@@ -52,9 +52,11 @@ ROTATED = {
     "biases of ernie": ("ernie4_5", HEADS | {"use_bias": True}, "layer", R3, "packed"),
 } | {family: rotated(family) for family in plugin.FAMILIES_OF_TRANSFORMERS}
 ROTATED |= {family: rotated(family) for family in plugin.MIXTURES}
-WHOLE = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
-for family, (_, sizes, *fields) in ROTATED.items():
-    if "layer_types" in SETTINGS.get(family, ()) or family in ("exaone4", "ministral3"):  # some have windows
+WHOLE = {"layer_types": ["full_attention"] * 3}
+for family, (_, sizes, *fields) in ROTATED.items():  # without windows, which some models of a family have
+    if family in ("exaone4", "ministral3"):
+        ROTATED[family] = (family, sizes | WHOLE | {"sliding_window": None}, *fields)
+    elif "layer_types" in SETTINGS.get(family, ()):
         ROTATED[family] = (family, sizes | WHOLE, *fields)
 ROTATED |= {f"{family}, dense": (*ROTATED[family][:4], "dense") for family in ("mixtral", "granitemoe")}
 #: a model that reads images too, whose language model is served

@@ -45,7 +45,8 @@ SERVED = {
     "tied": ("llama", HEADS | {"tie_word_embeddings": True}, "none", {}, "packed"),
 }
 WINDOWED = HEADS | {"sliding_window": 4, "rope_parameters": SCALED}
-SERVED |= {family: rotated(family) for family in ("ernie4_5", "phi3", *plugin.FAMILIES_OF_TRANSFORMERS)}
+OWN_MODELS = ("ernie4_5", "phi3", "qwen3_5_text")
+SERVED |= {family: rotated(family) for family in (*OWN_MODELS, *plugin.FAMILIES_OF_TRANSFORMERS)}
 SERVED |= {family: rotated(family) for family in (*plugin.MIXTURES, "gemma4_text-experts")}
 #: mixtures whose experts are dense: each by itself in the files, together, or [in, out]
 SERVED |= {
@@ -79,6 +80,8 @@ needs_vllm = pytest.mark.skipif(VLLM is None, reason="needs vLLM")
 HAS_KERNELS = VLLM is not None and (
     torch.cuda.is_available() or any(Path(VLLM.origin).parent.glob("_C_AVX*.so"))
 )
+#: of which vLLM imports what reads images
+NEEDS_TORCHVISION = () if importlib.util.find_spec("torchvision") else ("qwen3_5_text",)
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs vLLM with kernels for this machine")
 
 
@@ -115,6 +118,8 @@ def results(checkpoints, tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", [*SERVED, *MULTIMODAL])
 def test_vllm_computes_the_logits_of_drot(checkpoints, results, name, ranks):
+    if name in NEEDS_TORCHVISION:
+        pytest.skip("needs torchvision")
     model = drot.load(checkpoints / name, device="cpu")
     expected = model(torch.arange(3, 17)[None]).logits[0]
     for found in results[ranks]:
@@ -144,6 +149,8 @@ def answers(checkpoints, tmp_path_factory):
 @pytest.mark.parametrize("name", [*SERVED, *MULTIMODAL])
 def test_vllms_engine_gives_the_greedy_tokens_of_drot(checkpoints, answers, name):
     """With its own attention and cache of keys, for several prompts at once."""
+    if name == "qwen3_5_text" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU: vLLM's linear attention on a CPU takes bfloat16 alone")
     assert isinstance(answers[name], list), answers[name]
     model = drot.load(checkpoints / name, device="cpu")
     for prompt, answer in answers[name]:

@@ -13,11 +13,13 @@ from pathlib import Path
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # read by the imports of vLLM
 
 import torch
+from torch.nn import functional
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.utils import can_enable_torch_compile
@@ -55,6 +57,30 @@ def latent_attention(self, query, latent, rotated, **_):
     return (weights @ v).transpose(0, 1).flatten(1)
 
 
+def delta_attention(self, hidden_states):
+    """The gated delta rule, token by token (arXiv:2412.06464, equation 10). hidden_states [tokens, d]."""
+    projected, gates = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+    keys = self.num_k_heads // self.tp_size * self.head_k_dim
+    values = self.num_v_heads // self.tp_size * self.head_v_dim
+    mixed, z = projected.split([2 * keys + values, values], -1)
+    weight = self.conv1d.weight
+    padded = functional.pad(mixed.T, (weight.shape[-1] - 1, 0))
+    mixed = functional.silu(functional.conv1d(padded, weight, groups=len(weight))).T
+    q, k, v = mixed.split([keys, keys, values], -1)
+    q, k = (functional.normalize(x.unflatten(-1, (-1, self.head_k_dim)), dim=-1) for x in (q, k))
+    q, k = (x.repeat_interleave(self.num_v_heads // self.num_k_heads, 1) for x in (q, k))
+    v, z = (x.unflatten(-1, (-1, self.head_v_dim)) for x in (v, z))
+    beta, a = gates.chunk(2, -1)
+    decay = torch.exp(-self.A_log.exp() * functional.softplus(a + self.dt_bias))
+    state, outputs = torch.zeros(v.shape[1], self.head_k_dim, self.head_v_dim), []
+    for token in range(len(TOKENS)):
+        state = state * decay[token, :, None, None]
+        error = v[token] - torch.einsum("hkv,hk->hv", state, k[token])
+        state = state + torch.einsum("hk,hv->hkv", k[token], beta[token, :, None].sigmoid() * error)
+        outputs.append(torch.einsum("hkv,hk->hv", state, q[token]) * self.head_k_dim**-0.5)
+    return self.out_proj(self.norm(torch.stack(outputs), z).flatten(-2))[0]
+
+
 def computed(engine):
     """What a rank has loaded and computes: tensors, the products of layer 1 of vLLM's own classes, logits."""
     loaded = get_model(vllm_config=engine)
@@ -86,8 +112,9 @@ def computed(engine):
         found["products"][name] = (x, linear.quant_method.apply(linear, x, None))
     with set_forward_context(None, engine, num_tokens=len(TOKENS)):
         x = loaded.embed_input_ids(TOKENS)
-        eager = layer(positions, x, x)
-        traced = torch.compile(layer, backend="eager", fullgraph=True)(positions, x, x)
+        inputs = dict(positions=positions, hidden_states=x, residual=x)
+        eager = layer(**inputs)
+        traced = torch.compile(layer, backend="eager", fullgraph=True)(**inputs)
         found["traced"] = all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
     return found
 
@@ -96,6 +123,7 @@ def computed(engine):
 def main(rank, ranks, meeting, results, *models):
     register()
     Attention.forward, MLAAttention.forward = attention, latent_attention
+    QwenGatedDeltaNetAttention.forward = delta_attention
     torch.accelerator.empty_cache = lambda: None  # vLLM calls it after loading, and it needs a GPU
     found = {}
     for model in models:

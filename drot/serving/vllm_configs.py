@@ -1,0 +1,27 @@
+"""What vLLM is told of drot's models before it makes them."""
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.models.config import (
+    MODELS_CONFIG_MAP,
+    Qwen3_5ForCausalLMConfig,
+    VerifyAndUpdateConfig,
+)
+
+from drot.serving.engine_models import MIXTURE_OF_TRANSFORMERS
+
+
+class NoGraphOfExperts(VerifyAndUpdateConfig):
+    """Turns CUDA graphs off: how many tokens an expert gets is known on the CPU alone (engine_experts.py)."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """vllm_config: a VllmConfig."""
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
+MODELS_CONFIG_MAP |= {
+    MIXTURE_OF_TRANSFORMERS: NoGraphOfExperts,
+    "DrotQwen3_5ForCausalLM": Qwen3_5ForCausalLMConfig,
+}
