@@ -36,9 +36,9 @@ FAMILIES_OF_TRANSFORMERS = (
 )  # fmt: skip
 #: mixtures of experts that it computes by a model of transformers, with the experts of drot
 MIXTURES = (
-    "afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
-    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "mellum",
-    "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
+    "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "qwen2_moe",
+    "qwen3_moe", "solar_open",
 )  # fmt: skip
 
 

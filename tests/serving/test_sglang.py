@@ -54,7 +54,7 @@ ROTATED = {
 ROTATED |= {family: rotated(family) for family in plugin.MIXTURES}
 WHOLE = {"layer_types": ["full_attention"] * 3}
 for family, (_, sizes, *fields) in ROTATED.items():  # without windows, which some models of a family have
-    if family in ("exaone4", "ministral3"):
+    if family in ("exaone4", "ministral3", "mixtral", "dots1"):
         ROTATED[family] = (family, sizes | WHOLE | {"sliding_window": None}, *fields)
     elif "layer_types" in SETTINGS.get(family, ()):
         ROTATED[family] = (family, sizes | WHOLE, *fields)
@@ -62,12 +62,16 @@ ROTATED |= {f"{family}, dense": (*ROTATED[family][:4], "dense") for family in ("
 #: a model that reads images too, whose language model is served
 MULTIMODAL = "mistral3"
 #: families of which two ranks are refused by SGLang, since transformers has no plan for them
-ONE_RANK = ("hunyuan_v1_dense", "opt")
+ONE_RANK = (
+    *("hunyuan_v1_dense", "opt", "hunyuan_v1_moe", "cohere2_moe"),
+    *("granitemoe", "granitemoe, dense", "granitemoeshared"),
+)
+NARROW = HEADS | {"moe_intermediate_size": 96}
 #: the same, and what the message of the refusal has
 REFUSED = {
     "window": (("mistral", HEADS | {"sliding_window": 4}, "layer", R3, "packed"), "a sliding window"),
     "convolutions": (("lfm2_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
-    "narrow experts": (("qwen3_moe", HEADS, "none", {}, "packed"), "multiple of 64"),
+    "narrow experts": (("qwen3_moe", NARROW, "none", {}, "packed"), "multiple of 64"),
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
     "gemma2": (("gemma2", HEADS, "none", {}, "packed"), "has the families llama, mistral, qwen2, qwen3"),

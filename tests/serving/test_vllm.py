@@ -63,12 +63,13 @@ SERVED |= {
 SERVED["gemma4, lends"] = ("gemma4_text-lends", OWN_SIZES["gemma4_text"], "layer", R3, "packed")
 #: models that read images too, whose language model is served
 MULTIMODAL = ("gemma3", "mistral3")
+NARROW = HEADS | {"moe_intermediate_size": 96}
 #: the same, and what the message of the refusal has
 REFUSED = {
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
     "convolutions": (("lfm2_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
-    "narrow experts": (("qwen3_moe", HEADS, "none", {}, "packed"), "multiple of 64"),
+    "narrow experts": (("qwen3_moe", NARROW, "none", {}, "packed"), "multiple of 64"),
     "bias": (("ernie4_5", HEADS | {"use_bias": True}, "none", {}, "packed"), "model does not read"),
 }
 #: refused by two ranks only
