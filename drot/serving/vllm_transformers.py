@@ -4,7 +4,8 @@ vLLM makes an empty model of transformers, and replaces its linears, norms and a
 the rotations in between, as `drot.load` does. So a decoder layer is drot's (drot/model/boundary.py).
 
 A packed linear is one of the replaced linears. Q is one of them too, dense and whole on each rank. R3 keeps
-the blocks for the columns that down_proj has on the rank.
+the blocks for the columns that down_proj has on the rank. The experts of a mixture are drot's
+(engine_experts.py).
 """
 
 from typing import Any
@@ -33,7 +34,10 @@ from drot.serving.engine_models import (
 from drot.serving.vllm_models import CheckedWeights
 
 #: families whose model changes its embeddings, which on a later pipeline-parallel rank are hidden states
-ONE_STAGE = ("gemma4_text", "gemma4_unified_text", "granite", "granite_swa", "hyperclovax", "opt")
+ONE_STAGE = (
+    "afmoe", "gemma4_text", "gemma4_unified_text", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoeshared", "hyperclovax", "opt",
+)  # fmt: skip
 
 
 class MergedMLP(GatedMLP):
