@@ -72,6 +72,7 @@ def random_mixture() -> PreTrainedModel:
 
 def write_checkpoints(folder: Path, experts: bool) -> dict[str, Path]:
     """Name of a variant → its folder."""
+    folder = folder / ("mixture" if experts else "1gb")
     places = {
         name: folder / name.replace(":", "").replace(" + ", "-") for name in (DENSE, SPARSE, BLOCKS, FULL)
     }

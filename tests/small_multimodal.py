@@ -153,7 +153,8 @@ def small_multimodal(model_type: str, **changes: Any) -> Any:
     if model_type == "glm4v_moe":
         text["use_qk_norm"] = False  # it has none
     if model_type in ("qwen3_5_moe", "qwen3_vl_moe", "mistral3-experts", "glm4v_moe"):
-        text["moe_intermediate_size"] = 16 if model_type == "qwen3_5_moe" else 48  # which blocks of 16 divide
+        width = 16 if model_type == "qwen3_5_moe" else 48  # which blocks of 16 divide
+        text["moe_intermediate_size"] = changes.get("moe_intermediate_size", width)
     if text_type == "cohere2":
         text["logit_scale"] = 1.0  # transformers scales no logits of these models
     if model_type == "gemma3":
@@ -161,12 +162,15 @@ def small_multimodal(model_type: str, **changes: Any) -> Any:
     if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"):
         text |= {"model_type": f"{model_type}_text"}
         sections = [2, 3, 3] if model_type.startswith("qwen3") else [1, 1, 2]  # half of a head
+        sections = [size * changes.get("head_dim", 16) // 16 for size in sections]
         rope = changes.get("rope_parameters", {"rope_type": "default"})
         if model_type.startswith("glm"):
             rope = rope | {"partial_rotary_factor": 0.5}
         if model_type == "glm4v":
             sections, text["head_dim"] = [0, 1, 1], text["hidden_size"] // text["num_attention_heads"]
         text["rope_parameters"] = {"rope_theta": 1e4, "mrope_section": sections} | rope
+    if "out_hidden_size" in (vision := entries.get("vision_config", {})):
+        entries = entries | {"vision_config": vision | {"out_hidden_size": text["hidden_size"]}}
     tied = bool(text.get("tie_word_embeddings"))
     config = AutoConfig.for_model(
         model_type.partition("-")[0], text_config=text, tie_word_embeddings=tied, **entries

@@ -10,10 +10,8 @@ How many tokens an expert gets depends on the tokens. So to `torch.compile` the 
 which no CUDA graph can hold.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +27,14 @@ from drot.serving.shares import Part, check_blocks, check_share, own_parameter
 from drot.sparse.experts import SparseExperts
 from drot.sparse.packed import check_packed_tensors
 
-#: number → the experts for which the op computes
-_EXPERTS: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
-_NUMBERS = itertools.count()
+#: op(hidden_states, chosen, weights, name) computes what `ReplacedExperts.forward` returns for named experts.
+ExpertOp = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 
 class RankExperts(ReplacedExperts):
     """Mixin in front of a family's class of experts, for those of one rank.
 
-    add: adds the outputs of all ranks. number: by it the op finds the module.
+    add: adds the outputs of all ranks. op: computes the experts. name: by it the op finds this module.
     own_rows, own_columns: the part that the rank has of a gate or up [out, in], and of a down_proj [out, in].
     files: the end of the name of a tensor in files that hold each expert by itself, such as `w1.weight` →
         the parameter, and whether it is the second half of its rows.
@@ -45,7 +42,8 @@ class RankExperts(ReplacedExperts):
     """
 
     add: Callable[[Tensor], Tensor]
-    number: str
+    op: ExpertOp
+    name: str
     own_rows: Part
     own_columns: Part
     files: dict[str, tuple[str, bool]]
@@ -53,12 +51,13 @@ class RankExperts(ReplacedExperts):
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """As ReplacedExperts, with the outputs of all ranks."""
-        return self.add(rank_experts(hidden_states, chosen, weights, self.number))
+        return self.add(self.op(hidden_states, chosen, weights, self.name))
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Loads what this rank has of the tensors of a checkpoint, and gives the names of the parameters.
 
-        An engine's loader calls it. weights: the tensors by their names below the experts.
+        An engine's loader calls it. weights: the tensors by their names below the experts. Raises UserError
+        for a tensor that the experts do not have.
         """
         held = dict(self.named_parameters())
         for name, tensor in weights:
@@ -68,6 +67,11 @@ class RankExperts(ReplacedExperts):
                 yield name
                 continue
             expert, _, end = name.partition(".")
+            if end not in self.files or self.files[end][0] not in held:
+                raise UserError(
+                    f"{self.name} has no tensor {name}, which the checkpoint has: config.json or a file of "
+                    "weights is of another checkpoint; copy it again"
+                )
             name, second = self.files[end]
             weight = held[name].data[int(expert)]
             if name == self.names[-1]:
@@ -85,35 +89,42 @@ class RankExperts(ReplacedExperts):
             else:
                 yield name
 
-    def check_loaded(self: Any, name: str) -> None:
-        """Raises UserError for a damaged weight, and for a GPU for which drot was not built.
-
-        name: of the experts in the model, for messages.
-        """
+    def check_loaded(self: Any) -> None:
+        """Raises UserError for a damaged weight, and for a GPU for which drot was not built."""
         for replaced, module in self.named_children():
             if isinstance(module, SparseExperts):
-                check_packed_tensors(f"{name}.{replaced}", module.values, module.positions)
+                check_packed_tensors(f"{self.name}.{replaced}", module.values, module.positions)
                 if is_gpu(module.values.device):
                     check_gpu(module.values.device, kernels=True)
 
 
-@torch.library.custom_op("drot::rank_experts", mutates_args=())
-def rank_experts(hidden_states: Tensor, chosen: Tensor, weights: Tensor, number: str) -> Tensor:
-    """What `ReplacedExperts.forward` returns for the RankExperts `number`."""
-    return ReplacedExperts.forward(_EXPERTS[number], hidden_states, chosen, weights)
+def expert_op(engine: str, find: Callable[[str], RankExperts]) -> ExpertOp:
+    """The op drot::<engine>_experts. find: gives the experts of a name."""
 
+    @torch.library.custom_op(f"drot::{engine}_experts", mutates_args=())
+    def op(hidden_states: Tensor, chosen: Tensor, weights: Tensor, name: str) -> Tensor:
+        return ReplacedExperts.forward(find(name), hidden_states, chosen, weights)
 
-@rank_experts.register_fake
-def _(hidden_states: Tensor, chosen: Tensor, weights: Tensor, number: str) -> Tensor:
-    return torch.empty_like(hidden_states)
+    @op.register_fake
+    def _(hidden_states: Tensor, chosen: Tensor, weights: Tensor, name: str) -> Tensor:
+        return torch.empty_like(hidden_states)
+
+    return op
 
 
 def divide_experts(
-    layer: nn.Module, family: Family, name: str, *, rank: int, ranks: int, add: Callable[[Tensor], Tensor]
-) -> None:
+    layer: nn.Module,
+    family: Family,
+    name: str,
+    *,
+    rank: int,
+    ranks: int,
+    add: Callable[[Tensor], Tensor],
+    op: ExpertOp,
+) -> RankExperts:
     """Lets the experts of an empty layer hold what one of several ranks has of them, uninitialised.
 
-    name: of the layer, for messages. add: adds the outputs of all ranks.
+    name: of the experts, by which `op` finds them. add: adds the outputs of all ranks.
 
     Raises UserError for a number of ranks among which the experts cannot be divided.
     """
@@ -136,6 +147,8 @@ def divide_experts(
 
     def own_rows(dim: int) -> Part:
         halves = 2 if experts.has_gate and not experts.transposed else 1  # else they alternate
+        if halves == 1 or ranks == 1:
+            return own(dim)
         return lambda tensor: torch.cat([own(dim)(half) for half in tensor.chunk(halves, dim)], dim)
 
     def own_blocks(tensor: Tensor) -> Tensor:
@@ -168,6 +181,6 @@ def divide_experts(
         for linear in family.linears
         if linear.expert == 0 and linear.part in ends
     }
-    experts.add, experts.own_rows, experts.own_columns, experts.together = add, own(0), own(1), set()
-    experts.number = str(next(_NUMBERS))
-    _EXPERTS[experts.number] = experts
+    experts.add, experts.op, experts.name = add, op, name
+    experts.own_rows, experts.own_columns, experts.together = own(0), own(1), set()
+    return cast(RankExperts, experts)

@@ -9,25 +9,27 @@ tensor-parallel ranks:
   columns, so no block may straddle two ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drot.checkpoint.opening import names_in_files
-from drot.checkpoint.quantization_config import DrotConfig, expect_rotations
+from drot.checkpoint.quantization_config import DrotConfig, drot_config_of, expect_rotations
 from drot.checkpoint.stored_config import StoredConfig
 from drot.core.checks import counted
 from drot.core.errors import UserError
 from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.decoder import DecoderModel
+from drot.model.dtypes import stored_dtype, stored_floats
 from drot.model.families import family_of, layer_families
 from drot.model.family import Family, by_module
 from drot.model.linear import module_at
-from drot.model.multimodal import StoredNames, language_config
-from drot.serving.engine_experts import RankExperts, divide_experts
+from drot.model.multimodal import StoredNames, experts_in_files, language_config
+from drot.serving.engine_experts import ExpertOp, RankExperts, divide_experts
 from drot.serving.requirements import check_family
 from drot.serving.shares import keep_own_blocks
 from drot.sparse.packed import expect_packed_experts
@@ -48,12 +50,19 @@ class EngineConfig(StoredConfig):
         """The family's config, whose `architectures` name a class of the engine or of its plugin.
 
         Of a model that reads images too, it is the config of the language model, which alone is served.
-        Raises UserError for a family that the plugin does not have.
+        Raises UserError for a family that the plugin does not have, and for dense experts [in, out].
         """
         found = super().from_dict(config_dict, **kwargs)
         outer, *unused = found if isinstance(found, tuple) else (found,)  # with return_unused_kwargs
         config = language_config(outer)
         check_family(cls.engine, cls.families, config.model_type)
+        held = drot_config_of(outer)
+        packed = held is not None and held.packed and not held.dense_linears
+        if experts_in_files(outer.model_type) == "swapped" and not packed:
+            raise UserError(
+                f"drot's plugin for {cls.engine} takes no {outer.model_type} with dense linears in its layers: "
+                "serve this checkpoint by `drot serve`"
+            )
         config.of_multimodal = config is not outer  # its files hold more than the language model
         config.name_or_path = outer.name_or_path
         config.architectures = [cls.architecture_of(config)]
@@ -105,12 +114,14 @@ def logits_scale(config: Any) -> float:
     return multiplier / divisor
 
 
-def expect_held(model: Any, held: DrotConfig) -> None:
+def expect_held(model: Any, held: DrotConfig) -> set[str]:
     """Adds the rotations to an empty model of transformers, and packed experts. Packed linears are those of
-    the engine."""
+    the engine. Returns the names of the buffers that a checkpoint holds."""
     expect_rotations(model, held)
     for layer in DecoderModel(model).layers if held.packed else ():
         expect_packed_experts(layer, held.dense_linears)
+    buffers = dict(model.named_buffers())
+    return {name for name, _ in stored_floats(model) if name in buffers}
 
 
 def keep_own_share(
@@ -121,18 +132,21 @@ def keep_own_share(
     rank: int,
     ranks: int,
     add: Callable[[Tensor], Tensor],
-) -> None:
+    op: ExpertOp,
+) -> dict[str, RankExperts]:
     """Lets decoder layers of transformers keep what a rank has of R3 and of the experts.
 
     missing: the engine's class of layers that another pipeline-parallel rank has. add: adds the outputs of
-    the experts of all ranks.
+    the experts of all ranks. op: computes the experts of a layer. Returns the experts by their names.
     """
+    found = {}
     families = layer_families(config, config.num_hidden_layers)
     for index, (layer, family) in enumerate(zip(layers, families, strict=True)):
         if isinstance(layer, missing):
             continue
         if family.experts is not None:
-            divide_experts(layer, family, f"layers.{index}", rank=rank, ranks=ranks, add=add)
+            name = f"{family.layers}.{index}.{family.experts}"
+            found[name] = divide_experts(layer, family, name, rank=rank, ranks=ranks, add=add, op=op)
         for path in family.down_modules:
             mlp = module_at(layer, path)
             if path == family.experts or not hasattr(mlp, DOWN_ROTATION):
@@ -140,6 +154,19 @@ def keep_own_share(
             down = module_at(mlp, family.mlp_parts(path)[1])
             if getattr(down, "input_is_parallel", False):
                 keep_own_blocks(getattr(mlp, DOWN_ROTATION), rank, ranks)
+    return found
+
+
+@torch.no_grad()
+def keep_in_fp32(model: Any) -> None:
+    """Lets an empty model of transformers have the dtypes that `drot.load` gives it.
+
+    An engine builds all tensors in one dtype, also a router that transformers has in fp32.
+    """
+    dtype = torch.get_default_dtype()
+    for name, tensor in stored_floats(model):
+        if tensor.dtype == dtype and (kept := stored_dtype(model, name, dtype)) != dtype:
+            tensor.data = tensor.data.to(kept)
 
 
 class CompleteWeights:
@@ -149,6 +176,7 @@ class CompleteWeights:
     engine: its name, for messages. checkpoint: the folder. held_config: what EngineConfig returned.
     stages: the number of pipeline-parallel ranks.
     renamed: the stock names of the tensors that have NORM_PREFIX in the checkpoint, where the model has them.
+    stored_buffers: the names of the buffers that the checkpoint holds.
     packed_modules_mapping: a stacked linear of the model → the linears of the checkpoint.
     """
 
@@ -157,6 +185,7 @@ class CompleteWeights:
     held_config: Any
     stages: int
     renamed: Mapping[str, str] = {}
+    stored_buffers: Collection[str] = ()
     packed_modules_mapping: Mapping[str, list[str]]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -180,9 +209,9 @@ class CompleteWeights:
         stock: Any = super()
         loaded: set[str] = stock.load_weights(named())
         module: Any = self
-        for name, experts in module.named_modules():
+        for experts in module.modules():
             if isinstance(experts, RankExperts):
-                experts.check_loaded(name)
+                experts.check_loaded()
         stored = set(self._stored_names())
         if missing := sorted(stored - found):
             raise UserError(
@@ -212,6 +241,8 @@ class CompleteWeights:
         experts = {name: each for name, each in module.named_modules() if isinstance(each, RankExperts)}
         for path, each in experts.items():
             yield from (self._in_files(f"{path}.{name}") for name in each.stored_names())
+        buffers = dict(module.named_buffers())  # without those of another pipeline-parallel rank
+        yield from (self._in_files(name) for name in self.stored_buffers if name in buffers)
         for name, _ in module.named_parameters():
             if name.startswith(tuple(f"{path}." for path in experts)):
                 continue

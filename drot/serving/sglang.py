@@ -36,7 +36,7 @@ FAMILIES_OF_TRANSFORMERS = (
 )  # fmt: skip
 #: mixtures of experts that it computes by a model of transformers, with the experts of drot
 MIXTURES = (
-    "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe",
+    "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe",
     "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "qwen2_moe",
     "qwen3_moe", "solar_open",
 )  # fmt: skip

@@ -5,8 +5,10 @@ adds the rotations in between, as `drot.load` does, and as it does in vLLM (vllm
 are three products here, and gate and up are two.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from sglang.srt.distributed import tensor_model_parallel_all_reduce
@@ -20,9 +22,11 @@ from drot.model.families import family_of
 from drot.model.family import renamed
 from drot.model.linear import module_at
 from drot.model.sizes import experts_of
+from drot.serving.engine_experts import RankExperts, expert_op
 from drot.serving.engine_models import (
     CompleteWeights,
     expect_held,
+    keep_in_fp32,
     keep_own_share,
     linears_besides,
     logits_scale,
@@ -31,6 +35,12 @@ from drot.serving.engine_models import (
 
 #: styles of transformers' plans for tensor parallelism that SGLang knows by an older name
 OLDER_STYLES = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
+
+
+#: the experts by their names
+EXPERTS: WeakValueDictionary[str, RankExperts] = WeakValueDictionary()
+NUMBERS = itertools.count()
+sglang_experts = expert_op("sglang", EXPERTS.__getitem__)
 
 
 def refuse_graphs(graphs: Any) -> None:
@@ -57,8 +67,14 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
         quant_config.stacked = {}
         if experts_of(config) and is_gpu(torch.get_default_device()):
             refuse_graphs(get_exec().graph.cuda_graph_config)
+        if experts_of(config) and get_parallel().moe_ep_size > 1:
+            raise UserError(
+                "drot's plugin divides the channels of each expert among the ranks, and not the experts: "
+                "serve this checkpoint without expert parallelism"
+            )
         quant_config.dense |= modules_left_dense(config, quant_config.dense)
         super().__init__(config, quant_config=quant_config, prefix=prefix)
+        keep_in_fp32(self.model)
         self.logits_processor.logit_scale = logits_scale(config)  # SGLang reads `logit_scale` alone
 
     def pipeline_parallel(self) -> None:
@@ -71,7 +87,7 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
                 f"drot's plugin for SGLang takes one pipeline-parallel rank, got {self.pp_group.world_size}: "
                 "use tensor parallelism"
             )
-        expect_held(self, self.quant_config.drot)
+        self.stored_buffers = expect_held(self, self.quant_config.drot)
         self.quant_config.dense |= linears_besides(self.model, self.config)
         super().pipeline_parallel()
 
@@ -87,11 +103,15 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
         """Lets SGLang replace the linears, and R3 and the experts keep what this rank has of them."""
         super().recursive_replace()
         ranks = get_parallel()
-        keep_own_share(
+        experts = keep_own_share(
             module_at(self, family_of(self.config).layers),
             self.config,
             missing=PPMissingLayer,
             rank=ranks.tp_rank,
             ranks=ranks.tp_size,
             add=tensor_model_parallel_all_reduce,
+            op=sglang_experts,
         )
+        for each in experts.values():
+            each.name = f"{each.name} {next(NUMBERS)}"  # a process may hold several models
+            EXPERTS[each.name] = each

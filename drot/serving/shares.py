@@ -15,6 +15,8 @@ INPUTS = 64
 #: The outputs of a rank's linear must be a multiple of it, as cuSPARSELt takes.
 OUTPUTS = 32
 
+#: Eight bits of positions that are in order, for an engine that loads no file: random bits are not.
+DUMMY_POSITIONS = 0b0100_0100
 #: The part of a tensor in the files that a rank holds.
 Part = Callable[[Tensor], Tensor]
 
@@ -56,6 +58,8 @@ def own_parameter(empty: Tensor, part: Part) -> nn.Parameter:
         parameter.data.copy_(part(loaded))
 
     parameter.weight_loader = load  # type: ignore[attr-defined]
+    if empty.dtype == torch.uint8:
+        parameter.dummy_weight_value = DUMMY_POSITIONS  # type: ignore[attr-defined]
     return parameter
 
 

@@ -1,5 +1,6 @@
 """What vLLM is told of drot's models before it makes them."""
 
+import logging
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -11,6 +12,8 @@ from vllm.model_executor.models.config import (
 
 from drot.serving.engine_models import MIXTURE_OF_TRANSFORMERS
 
+logger = logging.getLogger("drot")
+
 
 class NoGraphOfExperts(VerifyAndUpdateConfig):
     """Turns CUDA graphs off: how many tokens an expert gets is known on the CPU alone (engine_experts.py)."""
@@ -18,6 +21,7 @@ class NoGraphOfExperts(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """vllm_config: a VllmConfig."""
+        logger.info("a mixture of experts runs without CUDA graphs, which cannot hold drot's experts")
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
 

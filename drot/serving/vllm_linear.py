@@ -16,6 +16,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from drot.checkpoint.quantization_config import QUANT_METHOD, DrotConfig
 from drot.serving.packed_linear import PackedConfig, PackedLinearMethod
+from drot.serving.shares import DUMMY_POSITIONS
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -49,9 +50,9 @@ class VllmLinearMethod(PackedLinearMethod, LinearMethodBase):
     parameter = ModelWeightParameter
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """As PackedLinearMethod, with positions for `--load-format dummy`: random bits are none."""
+        """As PackedLinearMethod, with positions for `--load-format dummy`."""
         super().create_weights(layer, *args, **kwargs)
-        set_weight_attrs(layer.positions, {"dummy_weight_value": 0b0100_0100})
+        set_weight_attrs(layer.positions, {"dummy_weight_value": DUMMY_POSITIONS})
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As PackedLinearMethod. Latent attention then finds that the weight is packed, and asks `apply` for

@@ -113,7 +113,6 @@ class CheckedWeights(CompleteWeights):
         quantization = vllm_config.quant_config
         self.held_config: Any = vllm_config.model_config.hf_config
         quantization.dense |= modules_left_dense(self.held_config, quantization.dense)
-        quantization.dense |= unpruned_linears(self.held_config)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix)
 
@@ -124,6 +123,7 @@ class VllmDrotModel(CheckedWeights):
     model: Any
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        vllm_config.quant_config.dense |= unpruned_linears(vllm_config.model_config.hf_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config, held = vllm_config.model_config.hf_config, vllm_config.quant_config.drot
         bases = held.bases(config.num_hidden_layers)

@@ -16,6 +16,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -25,8 +26,10 @@ from drot.model.families import family_of
 from drot.model.linear import module_at
 from drot.model.mixins import mix, unmix
 from drot.model.one_op import GatedMLP
+from drot.serving.engine_experts import expert_op
 from drot.serving.engine_models import (
     expect_held,
+    keep_in_fp32,
     keep_own_share,
     linears_besides,
     logits_scale,
@@ -38,6 +41,10 @@ ONE_STAGE = (
     "afmoe", "gemma4_text", "gemma4_unified_text", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
     "granitemoeshared", "hyperclovax", "opt",
 )  # fmt: skip
+
+
+#: finds the experts in the model that computes, as a process may hold several
+vllm_experts = expert_op("vllm", lambda name: get_forward_context().no_compile_layers[name])
 
 
 class MergedMLP(GatedMLP):
@@ -72,6 +79,7 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        keep_in_fp32(self.model)
         if self.pp_group.is_last_rank:
             self.logits_processor.scale = logits_scale(self.config)  # vLLM reads `logit_scale` alone
 
@@ -86,7 +94,7 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
                 f"{self.pp_group.world_size}: use tensor parallelism"
             )
         quantization = self.vllm_config.quant_config
-        expect_held(self, quantization.drot)
+        self.stored_buffers = expect_held(self, quantization.drot)
         merge_gate_and_up(self.model)
         quantization.dense |= linears_besides(self.model, self.config)
         super().pipeline_parallel()
@@ -94,15 +102,26 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
     def recursive_replace(self) -> None:
         """Lets vLLM replace the linears, and R3 and the experts keep what this rank has of them."""
         super().recursive_replace()
-        keep_own_share(
+        experts = keep_own_share(
             module_at(self, family_of(self.config).layers),
             self.config,
             missing=PPMissingLayer,
             rank=get_tensor_model_parallel_rank(),
             ranks=get_tensor_model_parallel_world_size(),
             add=tensor_model_parallel_all_reduce,
+            op=vllm_experts,
         )
+        self.compilation_config.static_forward_context.update(experts)
 
 
 class DrotTransformersMoEForCausalLM(DrotTransformersForCausalLM):
     """The same of a family in MIXTURES, whose experts drot computes (engine_experts.py)."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        """Raises UserError for expert parallelism."""
+        if vllm_config.parallel_config.enable_expert_parallel:
+            raise UserError(
+                "drot's plugin divides the channels of each expert among the ranks, and not the experts: "
+                "serve this checkpoint without expert parallelism"
+            )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)

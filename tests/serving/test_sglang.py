@@ -63,7 +63,7 @@ ROTATED |= {f"{family}, dense": (*ROTATED[family][:4], "dense") for family in ("
 MULTIMODAL = "mistral3"
 #: families of which two ranks are refused by SGLang, since transformers has no plan for them
 ONE_RANK = (
-    *("hunyuan_v1_dense", "opt", "hunyuan_v1_moe", "cohere2_moe"),
+    *("hunyuan_v1_dense", "opt", "hunyuan_v1_moe"),
     *("granitemoe", "granitemoe, dense", "granitemoeshared"),
 )
 NARROW = HEADS | {"moe_intermediate_size": 96}

@@ -62,12 +62,14 @@ SERVED |= {
 }
 SERVED["gemma4, lends"] = ("gemma4_text-lends", OWN_SIZES["gemma4_text"], "layer", R3, "packed")
 #: models that read images too, whose language model is served
-MULTIMODAL = ("gemma3", "mistral3")
+MULTIMODAL = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 NARROW = HEADS | {"moe_intermediate_size": 96}
+OF_MULTIMODAL = {"qwen3_vl_moe": {"moe_intermediate_size": 128}, "qwen3_5": OWN_SIZES["qwen3_5_text"]}
 #: the same, and what the message of the refusal has
 REFUSED = {
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
+    "dense in a mixture that reads images": (None, "with dense linears in its layers"),
     "convolutions": (("lfm2_moe", {}, "none", {}, "packed"), "has the families llama, mistral,"),
     "narrow experts": (("qwen3_moe", NARROW, "none", {}, "packed"), "multiple of 64"),
     "bias": (("ernie4_5", HEADS | {"use_bias": True}, "none", {}, "packed"), "model does not read"),
@@ -83,6 +85,8 @@ HAS_KERNELS = VLLM is not None and (
 )
 #: of which vLLM imports what reads images
 NEEDS_TORCHVISION = () if importlib.util.find_spec("torchvision") else ("qwen3_5_text",)
+#: whether on a GPU → the names whose attention vLLM computes in 16 bits alone
+HALF_ALONE = {False: ("qwen3_5_text", "qwen3_5"), True: ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")}
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs vLLM with kernels for this machine")
 
 
@@ -92,16 +96,22 @@ def checkpoints(tmp_path_factory):
     for name, chosen in SERVED.items():
         save(folder / name, *chosen)
     for name, (chosen, _) in REFUSED.items():
-        save(folder / name, *chosen)
+        if chosen is not None:
+            save(folder / name, *chosen)
+    chosen = one_shot("layer", **R3, sparsity="2:4", nsamples=len(CALIBRATION))
     for name in MULTIMODAL:
-        source = save_small_multimodal(folder / "sources" / name, name, **SIZES | HEADS)
-        chosen = one_shot("layer", **R3, sparsity="2:4", nsamples=len(CALIBRATION))
+        sizes = SIZES | HEADS | OF_MULTIMODAL.get(name, {})
+        source = save_small_multimodal(folder / "sources" / name, name, **sizes)
         prune(source, chosen, out=folder / name, format="packed")
+    source = folder / "sources" / "qwen3_vl_moe"
+    prune(source, chosen, out=folder / "dense in a mixture that reads images", format="dense")
     save(folder / "straddles", *STRADDLES)
     save(folder / "unnamed", *SERVED["residual"])  # its norm has the stock name, as if no layer rotated
     without_norm_prefix(folder / "unnamed")
     save(folder / "fewer experts", *SERVED["mixtral, dense"])
     without_tensor(folder / "fewer experts", "model.layers.1.block_sparse_moe.experts.2.w2.weight")
+    save(folder / "no bias", *SERVED["exaone_moe"])
+    without_tensor(folder / "no bias", "model.layers.1.mlp.e_score_correction_bias")
     return folder
 
 
@@ -109,7 +119,7 @@ def checkpoints(tmp_path_factory):
 def results(checkpoints, tmp_path_factory):
     """Number of ranks → the results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    damaged = ("straddles", "unnamed", "fewer experts")
+    damaged = ("straddles", "unnamed", "fewer experts", "no bias")
     models = [checkpoints / name for name in (*SERVED, *MULTIMODAL, *REFUSED, *damaged)]
     return {ranks: run_ranks("vllm_rank.py", folder, ranks, models) for ranks in (1, 2)}
 
@@ -133,28 +143,41 @@ def test_vllm_computes_the_logits_of_drot(checkpoints, results, name, ranks):
         torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def answers(checkpoints, tmp_path_factory):
+def engine_answers(file, mode, models):
     """Of each checkpoint, the prompts and the tokens by vLLM's engine, or the message of an error."""
-    file = tmp_path_factory.mktemp("engine") / "answers"
-    models = [checkpoints / name for name in (*SERVED, *MULTIMODAL)]
-    command = [sys.executable, str(ROOT / "tests/serving/vllm_engine.py"), str(file), *map(str, models)]
+    command = [sys.executable, str(ROOT / "tests/serving/vllm_engine.py"), str(file), mode, *map(str, models)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(file)
 
 
+@pytest.fixture(scope="module")
+def answers(checkpoints, tmp_path_factory):
+    """Mode → what engine_answers gives."""
+    folder = tmp_path_factory.mktemp("engine")
+    models = {"eager": (*SERVED, *MULTIMODAL), "compiled": ("qwen3", "mixtral")}
+    return {
+        mode: engine_answers(folder / mode, mode, [checkpoints / name for name in names])
+        for mode, names in models.items()
+    }
+
+
 @needs_kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SERVED, *MULTIMODAL])
-def test_vllms_engine_gives_the_greedy_tokens_of_drot(checkpoints, answers, name):
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [*(("eager", name) for name in (*SERVED, *MULTIMODAL)), ("compiled", "qwen3"), ("compiled", "mixtral")],
+)
+def test_vllms_engine_gives_the_greedy_tokens_of_drot(checkpoints, answers, mode, name):
     """With its own attention and cache of keys, for several prompts at once."""
-    if name == "qwen3_5_text" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU: vLLM's linear attention on a CPU takes bfloat16 alone")
-    assert isinstance(answers[name], list), answers[name]
+    found = answers[mode][name]
+    if name in HALF_ALONE[torch.cuda.is_available()]:
+        assert isinstance(found, str)
+        pytest.skip("vLLM's attention of this family takes 16 bits alone, and the tokens are those of fp32")
+    assert isinstance(found, list), found
     model = drot.load(checkpoints / name, device="cpu")
-    for prompt, answer in answers[name]:
+    for prompt, answer in found:
         tokens = model.generate(
             torch.tensor([prompt]),
             max_new_tokens=len(answer),
@@ -258,6 +281,7 @@ def test_a_missing_tensor_is_refused(results):
     assert "lacks 1 tensor, the first is model.layers.0.rotated_input_layernorm" in results[1][0]["unnamed"]
     missing = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
     assert f"lacks 1 tensor, the first is {missing}" in results[1][0]["fewer experts"]
+    assert "the first is model.layers.1.mlp.e_score_correction_bias" in results[1][0]["no bias"]
 
 
 @needs_vllm

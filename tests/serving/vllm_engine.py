@@ -1,6 +1,6 @@
 """vLLM's engine with its own attention: the greedy tokens of a few prompts at once, of each checkpoint.
 
-Arguments: the file of results, checkpoints.
+Arguments: the file of results, `eager` or `compiled`, checkpoints.
 """
 
 import os
@@ -18,12 +18,12 @@ PROMPTS = [[*range(first, first + length)] for first, length in ((3, 1), (5, 5),
 NEW_TOKENS = 24
 
 
-def answered(model):
+def answered(model, eager):
     """Each prompt, and its new tokens."""
     engine = LLM(
         model=model,
         dtype="float32",
-        enforce_eager=True,
+        enforce_eager=eager,
         skip_tokenizer_init=True,
         max_model_len=64,
         max_num_seqs=len(PROMPTS),
@@ -36,11 +36,11 @@ def answered(model):
     return [(answer.prompt_token_ids, list(answer.outputs[0].token_ids)) for answer in answers]
 
 
-def main(results, *models):
+def main(results, mode, *models):
     found = {}
     for model in models:
         try:
-            found[Path(model).name] = answered(model)
+            found[Path(model).name] = answered(model, mode == "eager")
         except Exception as error:  # vLLM's own are of several classes
             found[Path(model).name] = str(error)
         cleanup_dist_env_and_memory()
