@@ -60,8 +60,8 @@ class EngineConfig(StoredConfig):
         packed = held is not None and held.packed and not held.dense_linears
         if experts_in_files(outer.model_type) == "swapped" and not packed:
             raise UserError(
-                f"drot's plugin for {cls.engine} takes no {outer.model_type} with dense linears in its layers: "
-                "serve this checkpoint by `drot serve`"
+                f"drot's plugin for {cls.engine} takes no {outer.model_type} with dense linears in its "
+                "layers: serve this checkpoint by `drot serve`"
             )
         config.of_multimodal = config is not outer  # its files hold more than the language model
         config.name_or_path = outer.name_or_path
