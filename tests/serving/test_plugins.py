@@ -48,12 +48,12 @@ def test_an_engine_that_refuses_what_the_plugin_registers(error, monkeypatch, ca
 @pytest.mark.slow
 def test_drot_opens_what_the_plugin_refuses(tmp_path):
     """In one process with vLLM, too, whose plugin has fewer families."""
-    save(tmp_path / "experts", "qwen3_moe", {}, "none", {}, "packed")
+    save(tmp_path / "saved", "lfm2_moe", {}, "none", {}, "packed")
     AutoConfig.register(MODEL_TYPE, vllm.VllmStoredConfig, exist_ok=True)  # as the plugin does
     try:
-        with pytest.raises(UserError, match="has the families llama, mistral, .*, got qwen3_moe"):
-            AutoConfig.from_pretrained(tmp_path / "experts")
-        assert drot.load(tmp_path / "experts", device="cpu").config.model_type == "qwen3_moe"
+        with pytest.raises(UserError, match="has the families llama, mistral, .*, got lfm2_moe"):
+            AutoConfig.from_pretrained(tmp_path / "saved")
+        assert drot.load(tmp_path / "saved", device="cpu").config.model_type == "lfm2_moe"
     finally:
         AutoConfig.register(MODEL_TYPE, StoredConfig, exist_ok=True)
 
