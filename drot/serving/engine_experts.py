@@ -27,14 +27,15 @@ from drot.serving.shares import Part, check_blocks, check_share, own_parameter
 from drot.sparse.experts import SparseExperts
 from drot.sparse.packed import check_packed_tensors
 
-#: op(hidden_states, chosen, weights, name) computes what `ReplacedExperts.forward` returns for named experts.
+#: op(hidden_states, chosen, weights, key) gives what `ReplacedExperts.forward` gives for those experts.
 ExpertOp = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 
 class RankExperts(ReplacedExperts):
     """Mixin in front of a family's class of experts, for those of one rank.
 
-    add: adds the outputs of all ranks. op: computes the experts. name: by it the op finds this module.
+    name: of the experts in the model, for messages. add: adds the outputs of all ranks.
+    op: computes the experts. key: by it the op finds this module.
     own_rows, own_columns: the part that the rank has of a gate or up [out, in], and of a down_proj [out, in].
     files: the end of the name of a tensor in files that hold each expert by itself, such as `w1.weight` →
         the parameter, and whether it is the second half of its rows.
@@ -43,6 +44,7 @@ class RankExperts(ReplacedExperts):
 
     add: Callable[[Tensor], Tensor]
     op: ExpertOp
+    key: str
     name: str
     own_rows: Part
     own_columns: Part
@@ -51,7 +53,7 @@ class RankExperts(ReplacedExperts):
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """As ReplacedExperts, with the outputs of all ranks."""
-        return self.add(self.op(hidden_states, chosen, weights, self.name))
+        return self.add(self.op(hidden_states, chosen, weights, self.key))
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Loads what this rank has of the tensors of a checkpoint, and gives the names of the parameters.
@@ -99,14 +101,14 @@ class RankExperts(ReplacedExperts):
 
 
 def expert_op(engine: str, find: Callable[[str], RankExperts]) -> ExpertOp:
-    """The op drot::<engine>_experts. find: gives the experts of a name."""
+    """The op drot::<engine>_experts. find: gives the experts of a key."""
 
     @torch.library.custom_op(f"drot::{engine}_experts", mutates_args=())
-    def op(hidden_states: Tensor, chosen: Tensor, weights: Tensor, name: str) -> Tensor:
-        return ReplacedExperts.forward(find(name), hidden_states, chosen, weights)
+    def op(hidden_states: Tensor, chosen: Tensor, weights: Tensor, key: str) -> Tensor:
+        return ReplacedExperts.forward(find(key), hidden_states, chosen, weights)
 
     @op.register_fake
-    def _(hidden_states: Tensor, chosen: Tensor, weights: Tensor, name: str) -> Tensor:
+    def _(hidden_states: Tensor, chosen: Tensor, weights: Tensor, key: str) -> Tensor:
         return torch.empty_like(hidden_states)
 
     return op
@@ -124,7 +126,8 @@ def divide_experts(
 ) -> RankExperts:
     """Lets the experts of an empty layer hold what one of several ranks has of them, uninitialised.
 
-    name: of the experts, by which `op` finds them. add: adds the outputs of all ranks.
+    name: of the experts in the model, which is their key too unless the caller sets another.
+    add: adds the outputs of all ranks. op: computes the experts.
 
     Raises UserError for a number of ranks among which the experts cannot be divided.
     """
@@ -181,6 +184,6 @@ def divide_experts(
         for linear in family.linears
         if linear.expert == 0 and linear.part in ends
     }
-    experts.add, experts.op, experts.name = add, op, name
+    experts.add, experts.op, experts.name, experts.key = add, op, name, name
     experts.own_rows, experts.own_columns, experts.together = own(0), own(1), set()
     return cast(RankExperts, experts)

@@ -50,7 +50,8 @@ class EngineConfig(StoredConfig):
         """The family's config, whose `architectures` name a class of the engine or of its plugin.
 
         Of a model that reads images too, it is the config of the language model, which alone is served.
-        Raises UserError for a family that the plugin does not have, and for dense experts [in, out].
+        Raises UserError for a family that the plugin does not have, and for a mixture that reads images whose
+        files hold dense experts as [in, out].
         """
         found = super().from_dict(config_dict, **kwargs)
         outer, *unused = found if isinstance(found, tuple) else (found,)  # with return_unused_kwargs
@@ -104,6 +105,14 @@ def linears_besides(model: nn.Module, config: Any) -> set[str]:
     """The linears of a model of transformers that drot does not prune, such as Q."""
     linears = {name for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     return linears - pruned_modules(config).keys()
+
+
+def refuse_expert_parallelism() -> None:
+    """Raises UserError, for an engine that would give each rank whole experts."""
+    raise UserError(
+        "drot's plugin divides the channels of each expert among the ranks, and not the experts: serve this "
+        "checkpoint without expert parallelism"
+    )
 
 
 def logits_scale(config: Any) -> float:

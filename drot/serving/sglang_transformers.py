@@ -31,13 +31,12 @@ from drot.serving.engine_models import (
     linears_besides,
     logits_scale,
     modules_left_dense,
+    refuse_expert_parallelism,
 )
 
 #: styles of transformers' plans for tensor parallelism that SGLang knows by an older name
 OLDER_STYLES = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
-
-
-#: the experts by their names
+#: the experts by their keys
 EXPERTS: WeakValueDictionary[str, RankExperts] = WeakValueDictionary()
 NUMBERS = itertools.count()
 sglang_experts = expert_op("sglang", EXPERTS.__getitem__)
@@ -65,13 +64,11 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         self.held_config, self.checkpoint = config, config.name_or_path
         quant_config.stacked = {}
-        if experts_of(config) and is_gpu(torch.get_default_device()):
-            refuse_graphs(get_exec().graph.cuda_graph_config)
-        if experts_of(config) and get_parallel().moe_ep_size > 1:
-            raise UserError(
-                "drot's plugin divides the channels of each expert among the ranks, and not the experts: "
-                "serve this checkpoint without expert parallelism"
-            )
+        if experts_of(config):
+            if is_gpu(torch.get_default_device()):
+                refuse_graphs(get_exec().graph.cuda_graph_config)
+            if get_parallel().moe_ep_size > 1:
+                refuse_expert_parallelism()
         quant_config.dense |= modules_left_dense(config, quant_config.dense)
         super().__init__(config, quant_config=quant_config, prefix=prefix)
         keep_in_fp32(self.model)
@@ -93,7 +90,9 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
 
     def _in_model(self, name: str) -> str:
         """The name in transformers' model, of which SGLang does not know the renames."""
-        return self._with_layer(name, lambda family, own: renamed(own, ((b, a) for a, b in family.files)))
+        return self._with_layer(
+            name, lambda family, stored: renamed(stored, ((file, own) for own, file in family.files))
+        )
 
     def _get_model_tp_plan(self) -> dict[str, str]:
         plan = super()._get_model_tp_plan()
@@ -113,5 +112,5 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
             op=sglang_experts,
         )
         for each in experts.values():
-            each.name = f"{each.name} {next(NUMBERS)}"  # a process may hold several models
-            EXPERTS[each.name] = each
+            each.key = f"{each.name} {next(NUMBERS)}"  # a process may hold several models
+            EXPERTS[each.key] = each

