@@ -48,8 +48,11 @@ TORCH_LIBRARY(drot, m) {
       "sparse24_linear(Tensor x, Tensor values, Tensor positions, Tensor? bias=None, Tensor? residual=None,"
       " Tensor? rotation=None, Tensor? compressed=None) -> Tensor",
       tags);
+  m.def(
+      "sparse24_experts(Tensor x, Tensor values, Tensor positions, Tensor ends, Tensor? bias=None) -> Tensor",
+      tags);
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)", tags);
-  m.def("swiglu_rotate(Tensor gate, Tensor up, Tensor? rotation=None) -> Tensor", tags);
+  m.def("swiglu_rotate(Tensor gate, Tensor up, Tensor? rotation=None, Tensor? ends=None) -> Tensor", tags);
   m.def("sparse24_compress(Tensor values, Tensor positions) -> Tensor", tags);
 
   // The checks of the ops whose CPU kernel is their reference in Python (drot/ops/registration.py).
@@ -67,7 +70,7 @@ TORCH_LIBRARY(drot, m) {
 // These raise in a backward pass, where torch would warn and give no gradient. The formula is registered here
 // because one registered in Python takes longer than a small product.
 TORCH_LIBRARY_IMPL(drot, Autograd, m) {
-  for (const char* op : {"sparse24_linear", "pack24", "unpack24", "cholesky_qr", "rope"}) {
+  for (const char* op : {"sparse24_linear", "sparse24_experts", "pack24", "unpack24", "cholesky_qr", "rope"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -20,20 +20,22 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 using Rotation = std::optional<at::Tensor>;
+using Ends = std::optional<at::Tensor>;
 
-at::Tensor below_autograd(const at::Tensor& gate, const at::Tensor& up, const Rotation& rotation) {
+at::Tensor below_autograd(const at::Tensor& gate, const at::Tensor& up, const Rotation& rotation,
+                          const Ends& ends) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("drot::swiglu_rotate", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const Rotation&)>();
+                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const Rotation&, const Ends&)>();
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.call(gate, up, rotation);
+  return op.call(gate, up, rotation, ends);
 }
 
 struct SwigluRotate : torch::autograd::Function<SwigluRotate> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up,
                             const Rotation& rotation) {
     ctx->save_for_backward({gate, up, rotation.value_or(at::Tensor())});
-    return below_autograd(gate, up, rotation);
+    return below_autograd(gate, up, rotation, std::nullopt);
   }
 
   // Of ops that have a gradient themselves. The arithmetic is in fp32, as in the op.
@@ -66,11 +68,13 @@ struct SwigluRotate : torch::autograd::Function<SwigluRotate> {
 
 bool has_tangent(const at::Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
 
-at::Tensor swiglu_rotate_autograd(const at::Tensor& gate, const at::Tensor& up, const Rotation& rotation) {
+at::Tensor swiglu_rotate_autograd(const at::Tensor& gate, const at::Tensor& up, const Rotation& rotation,
+                                  const Ends& ends) {
   TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(gate) && !has_tangent(up) && !(rotation && has_tangent(*rotation)),
                               "swiglu_rotate has no forward-mode derivative; use swiglu_rotate_ref");
   const bool needed = gate.requires_grad() || up.requires_grad() || (rotation && rotation->requires_grad());
-  if (!needed || !at::GradMode::is_enabled()) return below_autograd(gate, up, rotation);
+  if (!needed || !at::GradMode::is_enabled()) return below_autograd(gate, up, rotation, ends);
+  TORCH_CHECK_NOT_IMPLEMENTED(!ends, "swiglu_rotate has no gradient with ends; call it for each expert");
   return SwigluRotate::apply(gate, up, rotation);
 }
 

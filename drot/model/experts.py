@@ -4,16 +4,17 @@ transformers has the weights of all experts in two parameters of one module: tha
 down. A layer calls the module with its tokens, the experts of each token, and the weights of their outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
+from drot.model.block_rotation import DOWN_ROTATION, BlockRotation, gated_activation
 from drot.model.family import Family
 from drot.model.mixins import Mixin, mix, unmix
+from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Prefix of the name of a module in the place of a parameter of experts, also in the tensor names of a
 #: checkpoint. transformers divides a tensor with the name of the parameter when it saves a model.
@@ -36,9 +37,9 @@ class ReplacedExperts(Mixin):
     """Mixin in front of a family's class of experts, for a module some of whose parameters were replaced, or
     that holds R3.
 
-    In the place of a parameter is a module of its name with PACKED_PREFIX in front. It is called with inputs
-    [n, in] of an expert, the number of the expert and its bias [out] or None, and returns the outputs
-    [n, out].
+    In the place of a parameter is a module of its name with PACKED_PREFIX in front. It is called with the
+    inputs [rows, in] of all experts, the ends of each expert's rows [experts], and the biases [experts, out]
+    or None. It returns the outputs [rows, out].
 
     names: the stock names of the two parameters. has_gate: whether the first holds gate and up. transposed:
         whether they are [experts, in, out], and the outputs of gate and up alternate.
@@ -62,38 +63,58 @@ class ReplacedExperts(Mixin):
     def forward(self: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden_states [tokens, d], chosen experts and their weights [tokens, k] -> [tokens, d]."""
         of_pairs, order = chosen.flatten().sort(stable=True)
-        numbers = of_pairs.bincount().tolist()
+        # a GPU computes what is packed without a wait of the CPU for its numbers
+        experts = torch.arange(self.num_experts, device=of_pairs.device)
+        ends = torch.searchsorted(of_pairs, experts, right=True, out_int32=True)
         first, last = self.names
-        outputs = self._products(first, hidden_states[order // chosen.shape[1]], numbers)
+        outputs = self._products(first, hidden_states[order // chosen.shape[1]], ends)
         halves = outputs.chunk(1 + self.has_gate, -1)
         if self.transposed:
             halves = outputs[:, 0::2], outputs[:, 1::2]
-        rotation = getattr(self, DOWN_ROTATION, None)
-        outputs = self._products(last, gated(self, self.family, *halves), numbers, rotation)
+        outputs = self._products(last, self._inputs_of_down(*halves, ends=ends), ends)
         weighted = outputs * weights.flatten()[order, None]
         # no index_add_, which adds in an order of its own on a GPU
         by_token = torch.empty_like(weighted)
         by_token[order] = weighted
         return by_token.unflatten(0, chosen.shape).sum(1).to(hidden_states.dtype)
 
-    def _products(
-        self: Any, name: str, x: Tensor, numbers: Sequence[int], rotation: BlockRotation | None = None
-    ) -> Tensor:
-        """x [pairs, in] -> [pairs, out], where expert e has the next numbers[e] rows. rotation: of x."""
+    def _products(self: Any, name: str, x: Tensor, ends: Tensor) -> Tensor:
+        """x [rows, in] -> [rows, out], where expert e has the rows up to ends[e]."""
         replaced, biases = getattr(self, PACKED_PREFIX + name, None), getattr(self, f"{name}_bias", None)
-        outputs = []
-        for expert, rows in enumerate(x.split(numbers)):
-            if not len(rows):
-                continue
-            if rotation is not None:
-                rows = rotation.of_expert(rows, expert)
-            bias = None if biases is None else biases[expert]
-            if replaced is not None:
-                outputs.append(replaced(rows, expert, bias))
-            else:
-                weight = getattr(self, name)[expert]
-                outputs.append(nn.functional.linear(rows, weight.T if self.transposed else weight, bias))
-        return torch.cat(outputs)
+        if replaced is not None:
+            outputs: Tensor = replaced(x, ends, biases)
+            return outputs
+        weights = getattr(self, name)
+        return torch.cat(
+            [
+                nn.functional.linear(
+                    rows,
+                    weights[expert].T if self.transposed else weights[expert],
+                    None if biases is None else biases[expert],
+                )
+                for expert, rows in _of_experts(x, ends)
+            ]
+        )
+
+    def _inputs_of_down(self: Any, gate: Tensor, up: Tensor | None = None, *, ends: Tensor) -> Tensor:
+        """`gated`, rotated by R3 if the experts have it."""
+        rotation: BlockRotation | None = getattr(self, DOWN_ROTATION, None)
+        if up is not None and self.family.gated is None:
+            if rotation is None:
+                return gated_activation(gate, up, self.act_fn)
+            if rotation.rotates_experts(gate, self.act_fn):
+                return swiglu_rotate(gate, up, rotation.weight, ends)
+        inputs = gated(self, self.family, gate, up)
+        if rotation is None:
+            return inputs
+        return torch.cat([rotation.of_expert(rows, expert) for expert, rows in _of_experts(inputs, ends)])
+
+
+def _of_experts(x: Tensor, ends: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The experts that have rows of x, and these rows."""
+    for expert, rows in enumerate(x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())):
+        if len(rows):
+            yield expert, rows
 
 
 def replace_weights(layer: nn.Module, family: Family, path: str, module: nn.Module) -> None:

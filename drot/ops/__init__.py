@@ -22,6 +22,7 @@ from drot.ops.pruned_importance import (
 )
 from drot.ops.rope import rope, rope_ref
 from drot.ops.skew_momentum import skew_momentum, skew_momentum_ref
+from drot.ops.sparse24_experts import sparse24_experts, sparse24_experts_ref
 from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse24_linear_ref
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
 from drot.ops.spectral_step import spectral_step, spectral_step_ref

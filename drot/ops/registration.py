@@ -4,7 +4,7 @@ A fake kernel returns the shapes and dtypes of the results; torch.compile needs 
 imports this module, so that the import of any op registers all of them.
 
 `swiglu_rotate` has its formula in C++ (csrc/ops/swiglu_rotate.cpp). The other ops without a formula here have
-no gradient: `sparse24_linear`, `pack24`, `unpack24`, `cholesky_qr` and `rope` raise in a backward pass
+no gradient: `sparse24_linear`, `sparse24_experts`, `pack24`, `unpack24`, `cholesky_qr` and `rope` raise in a backward pass
 (csrc/bindings.cpp), `spectral_step` returns nothing, and the results of the others do not require a gradient.
 
 No op has a derivative in forward mode: torch.func.jvp of an op with a formula here gives zeros.
@@ -56,6 +56,7 @@ FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "sparse24_compress": lambda values, positions: positions.new_empty(
         torch.library.get_ctx().new_dynamic_size()
     ),
+    "sparse24_experts": lambda x, values, *_: x.new_empty(x.shape[0], values.shape[1]),
     "sparse24_linear": lambda x, values, *_: x.new_empty(*x.shape[:-1], values.shape[0]),
     "sparsegpt_sweep": lambda w, *_: (_like(w), _like(w), _like(w, torch.bool)),
     "spectral_step": lambda *_: None,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from drot.ops import pack24, sparse24_linear
+from drot.ops import pack24, sparse24_experts
 from drot.sparse.linear import PackedWeight, in_dtype_of
 
 
@@ -35,9 +35,12 @@ class SparseExperts(PackedWeight):
         positions = weights.new_empty(*sizes, columns // 8, dtype=torch.uint8)
         return cls(weights.new_empty(*sizes, columns // 2), positions)
 
-    def forward(self, x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
-        """x [n, in] -> [n, out] of `expert`, in the dtype of values. Under autocast, x is cast to it."""
-        return sparse24_linear(in_dtype_of(self.values, x), self.values[expert], self.positions[expert], bias)
+    def forward(self, x: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+        """x [rows, in] -> [rows, out] in the dtype of values, where expert e has the rows up to ends[e].
+
+        ends: int32 [experts]. bias: [experts, out]. Under autocast, x is cast to the dtype of values.
+        """
+        return sparse24_experts(in_dtype_of(self.values, x), self.values, self.positions, ends, bias)
 
     def extra_repr(self) -> str:
         experts, out, half = self.values.shape

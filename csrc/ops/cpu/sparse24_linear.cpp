@@ -12,32 +12,18 @@
 #include "common/cpu/results.h"
 #include "common/no_autocast.h"
 #include "ops/cpu/sparse24_linear_simd.h"
+#include "ops/cpu/sparse24_product.h"
 #include "ops/pack24_math.h"
 
 namespace drot {
 namespace {
 
-// The fewest products of weights and tokens for which another thread is used: about 10 us of work.
-constexpr int64_t kGrain = int64_t(1) << 17;
 // Tokens multiplied together: their x in fp32 stays in the last-level cache while all of W is read.
 constexpr int64_t kTokenBlock = 256;
 // More tokens than this are multiplied by PyTorch's dense product in fp32, which is then faster.
 constexpr int64_t kFewFloatTokens = 128;
 // Rows of W that are made dense at a time for the dense product.
 constexpr int64_t kDenseRows = 512;
-
-template <class V>
-const V* data(const at::Tensor& t) {
-  return t.defined() ? static_cast<const V*>(t.const_data_ptr()) : nullptr;
-}
-
-// The arguments of one call, with all tokens in one dimension. x, residual and rotation may be
-// non-contiguous. A rotation that lies by columns is multiplied as a linear is, which PyTorch does faster.
-struct Problem {
-  at::Tensor x, values, positions;
-  at::Tensor bias, residual, rotation;  // may be undefined
-  int64_t tokens, in, out;
-};
 
 // [n, columns] -> fp32 [n, padded columns].
 template <class V>
@@ -55,20 +41,20 @@ at::Tensor widened(const at::Tensor& rows) {
 template <class F>
 void in_parallel(int64_t n, int64_t work, int64_t unit, const F& f) {
   const int64_t units = (n + unit - 1) / unit;
-  at::parallel_for(0, units, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work * unit)),
+  at::parallel_for(0, units, std::max<int64_t>(1, kGrain24 / std::max<int64_t>(1, work * unit)),
                    [&](int64_t begin, int64_t end) { f(begin * unit, std::min(end * unit, n)); });
 }
 
 // residual · rotation, fp32 [tokens, out].
 template <class V>
-at::Tensor rotated(const Problem& p) {
+at::Tensor rotated(const Sparse24Product& p) {
   // for more tokens the dense product in fp32 is faster, even with the conversion of the rotation to fp32
   constexpr int64_t kFew = std::is_same_v<V, float> ? 3 : 16;
   if (p.tokens > kFew) return at::mm(p.residual.to(at::kFloat), p.rotation.to(at::kFloat));
   const at::Tensor residual = widened<V>(p.residual);
   at::Tensor out = at::empty({p.tokens, p.out}, residual.options());
   const at::Tensor by_columns = p.rotation.t().contiguous();  // no copy where the rotation lies by columns
-  const RotatedColumns<V> columns{residual.const_data_ptr<float>(), data<V>(by_columns),
+  const RotatedColumns<V> columns{residual.const_data_ptr<float>(), data24<V>(by_columns),
                                   out.mutable_data_ptr<float>(), p.tokens, p.out};
   in_parallel(p.out, p.out * p.tokens, 64,
               [&](int64_t first, int64_t last) { DROT_SIMD_CALL(rotate_columns<V>)(columns, first, last); });
@@ -77,18 +63,18 @@ at::Tensor rotated(const Problem& p) {
 
 // Multiplies in fp32 with W in its packed form, which is read once for every kTokenBlock tokens.
 template <class V>
-void by_packed_rows(const Problem& p, at::Tensor& y) {
+void by_packed_rows(const Sparse24Product& p, at::Tensor& y) {
   const at::Tensor rotated_residual = p.rotation.defined() ? rotated<V>(p) : at::Tensor();
   at::Tensor residual;
   if (p.residual.defined() && !p.rotation.defined()) residual = p.residual.contiguous();
   for (int64_t token = 0; token < p.tokens; token += kTokenBlock) {
     const int64_t tokens = std::min(kTokenBlock, p.tokens - token), at = token * p.out;
     const at::Tensor x = widened<V>(p.x.narrow(0, token, tokens));
-    const Sparse24Rows<V> rows{data<V>(p.values),
+    const Sparse24Rows<V> rows{data24<V>(p.values),
                                p.positions.const_data_ptr<uint8_t>(),
                                x.const_data_ptr<float>(),
-                               data<V>(p.bias),
-                               residual.defined() ? data<V>(residual) + at : nullptr,
+                               data24<V>(p.bias),
+                               residual.defined() ? data24<V>(residual) + at : nullptr,
                                p.rotation.defined() ? rotated_residual.const_data_ptr<float>() + at : nullptr,
                                static_cast<V*>(y.mutable_data_ptr()) + at,
                                tokens,
@@ -99,36 +85,27 @@ void by_packed_rows(const Problem& p, at::Tensor& y) {
   }
 }
 
-bool has_bf16_products() {
-#if defined(__x86_64__)
-  return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("avx512vbmi2");
-#else
-  return false;
-#endif
-}
-
 #if defined(__x86_64__)
 // What is added to x · Wᵀ beside the bias: in bf16 without a rotation, in fp32 with one.
-std::pair<at::Tensor, at::Tensor> bf16_added(const Problem& p) {
+std::pair<at::Tensor, at::Tensor> bf16_added(const Sparse24Product& p) {
   constexpr int64_t kFew = 2;  // for more tokens PyTorch's product is faster
   if (!p.rotation.defined()) return {p.residual.defined() ? p.residual.contiguous() : at::Tensor(), {}};
   return {{}, p.tokens > kFew ? at::mm(p.residual, p.rotation).to(at::kFloat) : rotated<Bf16>(p)};
 }
 
 // Multiplies in bf16 with W in its packed form, for few tokens. The CPU has bf16 products.
-void by_bf16_rows(const Problem& p, at::Tensor& y) {
+void by_bf16_rows(const Sparse24Product& p, at::Tensor& y) {
   const auto [residual, rotated_residual] = bf16_added(p);
   const at::Tensor from = p.x.stride(1) == 1 ? p.x : p.x.contiguous();
   at::Tensor x = at::empty({p.tokens * padded_bf16(p.in)}, p.x.options());
-  avx512bf16::group_tokens(data<Bf16>(from), from.stride(0), p.tokens, p.in,
+  avx512bf16::group_tokens(data24<Bf16>(from), from.stride(0), p.tokens, p.in,
                            static_cast<Bf16*>(x.mutable_data_ptr()));
-  const Sparse24Rows<Bf16, Bf16> rows{data<Bf16>(p.values),
+  const Sparse24Rows<Bf16, Bf16> rows{data24<Bf16>(p.values),
                                       p.positions.const_data_ptr<uint8_t>(),
-                                      data<Bf16>(x),
-                                      data<Bf16>(p.bias),
-                                      data<Bf16>(residual),
-                                      data<float>(rotated_residual),
+                                      data24<Bf16>(x),
+                                      data24<Bf16>(p.bias),
+                                      data24<Bf16>(residual),
+                                      data24<float>(rotated_residual),
                                       static_cast<Bf16*>(y.mutable_data_ptr()),
                                       p.tokens,
                                       p.in,
@@ -138,7 +115,7 @@ void by_bf16_rows(const Problem& p, at::Tensor& y) {
 }
 
 // The same for more tokens, in blocks of up to kBlockTokens24.
-void by_bf16_tokens(const Problem& p, at::Tensor& y) {
+void by_bf16_tokens(const Sparse24Product& p, at::Tensor& y) {
   const auto [residual, rotated_residual] = bf16_added(p);
   const at::Tensor from = p.x.stride(1) == 1 ? p.x : p.x.contiguous();
   const int64_t blocks = (p.tokens + kBlockTokens24 - 1) / kBlockTokens24;
@@ -148,16 +125,16 @@ void by_bf16_tokens(const Problem& p, at::Tensor& y) {
   for (int64_t token = 0; token < p.tokens; token += block) {
     const int64_t tokens = std::min(block, p.tokens - token), at = token * p.out;
     in_parallel(p.in, tokens, 64, [&](int64_t first, int64_t last) {
-      avx512bf16::pair_tokens(data<Bf16>(from) + token * from.stride(0), from.stride(0), tokens, first, last,
+      avx512bf16::pair_tokens(data24<Bf16>(from) + token * from.stride(0), from.stride(0), tokens, first, last,
                               static_cast<Bf16*>(x.mutable_data_ptr()));
     });
     const Sparse24Rows<Bf16, Bf16> rows{
-        data<Bf16>(p.values),
+        data24<Bf16>(p.values),
         p.positions.const_data_ptr<uint8_t>(),
-        data<Bf16>(x),
-        data<Bf16>(p.bias),
-        residual.defined() ? data<Bf16>(residual) + at : nullptr,
-        rotated_residual.defined() ? data<float>(rotated_residual) + at : nullptr,
+        data24<Bf16>(x),
+        data24<Bf16>(p.bias),
+        residual.defined() ? data24<Bf16>(residual) + at : nullptr,
+        rotated_residual.defined() ? data24<float>(rotated_residual) + at : nullptr,
         static_cast<Bf16*>(y.mutable_data_ptr()) + at,
         tokens,
         p.in,
@@ -169,12 +146,12 @@ void by_bf16_tokens(const Problem& p, at::Tensor& y) {
 #endif
 
 // Multiplies in fp32 with PyTorch's dense product, with kDenseRows rows of W made dense at a time.
-void by_dense_tiles(const Problem& p, at::Tensor& y) {
+void by_dense_tiles(const Sparse24Product& p, at::Tensor& y) {
   const at::Tensor residual = p.rotation.defined() ? at::mm(p.residual, p.rotation) : p.residual;
   at::Tensor buffer = at::empty({std::min(kDenseRows, p.out), p.in}, p.values.options());
   for (int64_t first = 0; first < p.out; first += kDenseRows) {
     const int64_t count = std::min(kDenseRows, p.out - first), bytes = p.positions.size(1);
-    const auto* values = data<float>(p.values) + 4 * first * bytes;
+    const auto* values = data24<float>(p.values) + 4 * first * bytes;
     const auto* positions = p.positions.const_data_ptr<uint8_t>() + first * bytes;
     auto* dense = buffer.mutable_data_ptr<float>();
     in_parallel(count, p.in, 1, [=](int64_t begin, int64_t end) {
@@ -188,6 +165,41 @@ void by_dense_tiles(const Problem& p, at::Tensor& y) {
   }
 }
 
+}  // namespace
+
+bool has_bf16_products() {
+#if defined(__x86_64__)
+  return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vbmi2");
+#else
+  return false;
+#endif
+}
+
+at::Tensor widened24(const at::Tensor& x) {
+  if (x.scalar_type() == at::kBFloat16) return widened<Bf16>(x);
+  return x.scalar_type() == at::kHalf ? widened<Fp16>(x) : widened<float>(x);
+}
+
+void multiply24(const Sparse24Product& p, at::Tensor& y) {
+  const at::ScalarType dtype = p.x.scalar_type();
+  if (dtype == at::kFloat && p.tokens > kFewFloatTokens) {
+    by_dense_tiles(p, y);
+#if defined(__x86_64__)
+  } else if (dtype == at::kBFloat16 && has_bf16_products()) {
+    p.tokens > kTogether24 ? by_bf16_tokens(p, y) : by_bf16_rows(p, y);
+#endif
+  } else if (dtype == at::kBFloat16) {
+    by_packed_rows<Bf16>(p, y);
+  } else if (dtype == at::kHalf) {
+    by_packed_rows<Fp16>(p, y);
+  } else {
+    by_packed_rows<float>(p, y);
+  }
+}
+
+namespace {
+
 at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, const at::Tensor& positions,
                                const OptionalTensor& bias, const OptionalTensor& residual,
                                const OptionalTensor& rotation, const OptionalTensor& compressed) {
@@ -198,7 +210,7 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
   if (y.numel() == 0) return y;
   const int64_t tokens = y.numel() / out;
   const auto contiguous = [](const OptionalTensor& t) { return t ? t->contiguous() : at::Tensor(); };
-  const Problem p{x.reshape({tokens, in}),
+  const Sparse24Product p{x.reshape({tokens, in}),
                   values.contiguous(),
                   positions.contiguous(),
                   contiguous(bias),
@@ -208,19 +220,7 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
                   in,
                   out};
   at::Tensor rows = y.view({tokens, out});
-  if (x.scalar_type() == at::kFloat && tokens > kFewFloatTokens) {
-    by_dense_tiles(p, rows);
-#if defined(__x86_64__)
-  } else if (x.scalar_type() == at::kBFloat16 && has_bf16_products()) {
-    tokens > kTogether24 ? by_bf16_tokens(p, rows) : by_bf16_rows(p, rows);
-#endif
-  } else if (x.scalar_type() == at::kBFloat16) {
-    by_packed_rows<Bf16>(p, rows);
-  } else if (x.scalar_type() == at::kHalf) {
-    by_packed_rows<Fp16>(p, rows);
-  } else {
-    by_packed_rows<float>(p, rows);
-  }
+  multiply24(p, rows);
   return y;
 }
 

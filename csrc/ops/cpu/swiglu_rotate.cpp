@@ -33,31 +33,56 @@ void run_rows(const at::Tensor& gate, const at::Tensor& up, at::Tensor& out) {
   });
 }
 
+// Tokens of one expert, or of all without experts, that are rotated together.
+struct Tile {
+  int64_t token, count, first_block;
+};
+
+std::vector<Tile> tiles_of(int64_t tokens, int64_t blocks, const at::Tensor& ends) {
+  std::vector<Tile> tiles;
+  const auto add = [&](int64_t first, int64_t last, int64_t first_block) {
+    for (; first < last; first += kTokensAtOnce)
+      tiles.push_back({first, std::min(kTokensAtOnce, last - first), first_block});
+  };
+  if (!ends.defined()) {
+    add(0, tokens, 0);
+    return tiles;
+  }
+  const auto at = ends.accessor<int32_t, 1>();
+  for (int64_t e = 0; e < ends.size(0); ++e) add(e == 0 ? 0 : at[e - 1], at[e], e * blocks);
+  return tiles;
+}
+
+// ends: undefined without experts.
 template <class T>
-void run_blocks(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation, at::Tensor& out) {
-  const int64_t tokens = out.size(0), blocks = rotation.size(0), size = rotation.size(1);
+void run_blocks(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& rotation,
+                const at::Tensor& ends, at::Tensor& out) {
+  const int64_t size = rotation.size(1), blocks = out.size(1) / size;
   const int64_t padded = (size + kSwigluColumns - 1) / kSwigluColumns * kSwigluColumns;
-  const int64_t parts = (tokens + kTokensAtOnce - 1) / kTokensAtOnce;
+  const std::vector<Tile> tiles = tiles_of(out.size(0), blocks, ends);
+  const int64_t parts = static_cast<int64_t>(tiles.size());
   const auto* gates = static_cast<const T*>(gate.const_data_ptr());
   const auto* ups = static_cast<const T*>(up.const_data_ptr());
   const auto* rotations = static_cast<const T*>(rotation.const_data_ptr());
   auto* outs = static_cast<T*>(out.mutable_data_ptr());
   // a thread of its own costs about 5 µs, in which a core multiplies some blocks
-  const int64_t grain = std::max<int64_t>(1, 65536 / (size * size * std::min(tokens, kTokensAtOnce) + 1));
+  const int64_t together = std::min(out.size(0) / parts, kTokensAtOnce);
+  const int64_t grain = std::max<int64_t>(1, 65536 / (size * size * together + 1));
   at::parallel_for(0, blocks * parts, grain, [&](int64_t first, int64_t last) {
     std::vector<float> scratch(size * padded + kSwigluTokens * (size + padded));
     float* const gated = scratch.data() + size * padded;
     for (int64_t at = first; at < last; ++at) {
-      const int64_t block = at / parts, token = at % parts * kTokensAtOnce, column = block * size;
+      const Tile& tile = tiles[at % parts];
+      const int64_t block = at / parts, token = tile.token, column = block * size;
       DROT_SIMD_CALL(swiglu_rotate_block)
       (SwigluBlock<T>{.gate = gates + token * gate.stride(0) + column,
                       .up = ups + token * up.stride(0) + column,
-                      .rotation = rotations + block * size * size,
+                      .rotation = rotations + (tile.first_block + block) * size * size,
                       .out = outs + token * out.stride(0) + column,
                       .gate_stride = gate.stride(0),
                       .up_stride = up.stride(0),
                       .out_stride = out.stride(0),
-                      .tokens = std::min(kTokensAtOnce, tokens - token),
+                      .tokens = tile.count,
                       .size = size,
                       .padded = padded,
                       .block = scratch.data(),
@@ -69,30 +94,31 @@ void run_blocks(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& 
 
 template <class T>
 void run(const at::Tensor& gate, const at::Tensor& up, const std::optional<at::Tensor>& rotation,
-         at::Tensor& out) {
+         const std::optional<at::Tensor>& ends, at::Tensor& out) {
   if (rotation) {
-    run_blocks<T>(gate, up, rotation->contiguous(), out);
+    run_blocks<T>(gate, up, rotation->contiguous(), ends.value_or(at::Tensor()), out);
   } else {
     run_rows<T>(gate, up, out);
   }
 }
 
 at::Tensor swiglu_rotate_cpu(const at::Tensor& gate, const at::Tensor& up,
-                             const std::optional<at::Tensor>& rotation) {
-  check_swiglu_rotate(gate, up, rotation);
+                             const std::optional<at::Tensor>& rotation,
+                             const std::optional<at::Tensor>& ends) {
+  check_swiglu_rotate(gate, up, rotation, ends);
   at::Tensor result = at::empty(gate.sizes(), gate.options());
   if (result.numel() == 0) return result;
   at::Tensor out = result.view({-1, gate.size(-1)});
   const at::Tensor gates = swiglu_rows(gate), ups = swiglu_rows(up);
   switch (gate.scalar_type()) {
     case at::kFloat:
-      run<float>(gates, ups, rotation, out);
+      run<float>(gates, ups, rotation, ends, out);
       break;
     case at::kBFloat16:
-      run<Bf16>(gates, ups, rotation, out);
+      run<Bf16>(gates, ups, rotation, ends, out);
       break;
     default:
-      run<Fp16>(gates, ups, rotation, out);
+      run<Fp16>(gates, ups, rotation, ends, out);
   }
   return result;
 }
