@@ -27,6 +27,7 @@
 #define __device__
 #define __shared__ thread_local
 #define __launch_bounds__(...)
+#define __forceinline__ inline
 
 struct dim3 {
   unsigned x, y, z;
@@ -193,6 +194,16 @@ class Launcher {
 }  // namespace on_cpu
 
 inline void __syncthreads() { on_cpu::wait(on_cpu::State::kAtBlock); }
+
+// How many threads of the block have a predicate other than 0.
+inline int __syncthreads_count(int predicate) {
+  on_cpu::threads[on_cpu::current].mail = predicate != 0;
+  on_cpu::wait(on_cpu::State::kAtBlock);
+  int found = 0;
+  for (size_t i = 0; i < on_cpu::count; ++i) found += on_cpu::threads[i].mail != 0;
+  on_cpu::wait(on_cpu::State::kAtBlock);
+  return found;
+}
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {

@@ -13,6 +13,13 @@ namespace drot {
 uint4 dynamic_shared[1 << 13];  // 128 KB
 }
 
+static void check_copies() {
+  for (const auto& groups : on_cpu::copies) {
+    if (std::ranges::any_of(groups, [](const auto& group) { return !group.empty(); }))
+      throw std::runtime_error("a copy was started and never waited for");
+  }
+}
+
 // Args: the members of SkinnyProblem, the multiprocessors of the simulated GPU and the KB of shared memory of
 // a block on it, whether the threads of a block run backwards, and whether copies arrive at once.
 extern "C" void skinny(const uint16_t* x, const uint16_t* values, const uint8_t* positions,
@@ -32,10 +39,28 @@ extern "C" void skinny(const uint16_t* x, const uint16_t* values, const uint8_t*
                                                      .in = in,
                                                      .out = out,
                                                      .tokens = static_cast<int>(tokens)});
-  for (const auto& groups : on_cpu::copies) {
-    if (std::ranges::any_of(groups, [](const auto& group) { return !group.empty(); }))
-      throw std::runtime_error("a copy was started and never waited for");
-  }
+  check_copies();
+}
+
+// Args: the members of SkinnyExperts, and as `skinny`.
+extern "C" void skinny_experts(const uint16_t* x, const uint16_t* values, const uint8_t* positions,
+                               const uint16_t* bias, uint16_t* y, const int32_t* ends, int64_t experts,
+                               int64_t in, int64_t out, int64_t rows, int64_t kilobytes, bool backwards,
+                               bool early) {
+  on_cpu::backwards = backwards;
+  on_cpu::early = early;
+  on_cpu::Launcher launcher(/*multiprocessors=*/999, kilobytes << 10, drot::dynamic_shared);
+  drot::SkinnyExperts p{};
+  p.x = x;
+  p.values = values;
+  p.positions = positions;
+  p.bias = bias;
+  p.y = y;
+  p.in = in;
+  p.out = out;
+  p.of_experts = {ends, static_cast<int>(experts), rows};
+  drot::run_sparse24_skinny_experts<on_cpu::Bf16>(launcher, p);
+  check_copies();
 }
 
 // The blocks of the kernel in the order of their tokens.

@@ -116,3 +116,57 @@ def test_product(kernel, gpu: str, tokens: int, out: int, columns: int, added: s
         kernel(*tensors, *sizes, ctypes.c_bool(backwards), ctypes.c_bool(early))
         tolerance = 2**-8 * float(want.square().mean().sqrt())
         torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=tolerance)
+
+
+#: rows of each expert, the rows and columns of a weight
+EXPERTS = [
+    ((1,), 16, 64),
+    ((0, 1, 0, 0, 1), 33, 128),
+    ((3, 0, 9, 1), 40, 192),  # the mean is small, and an expert has more rows than a block
+    ((0, 16, 20, 0, 7), 48, 64),
+    ((30, 40, 1), 32, 64),
+    ((0, 64, 65, 129, 0), 130, 128),
+    ((1,) * 300, 16, 64),  # more experts than a block has threads
+    ((0,) * 270 + (2, 0, 1), 16, 64),
+    ((8, 8, 16, 0, 4), 16, 64),  # experts that begin at a multiple of the rows of a block
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [CONSUMER, A100])
+@pytest.mark.parametrize(("numbers", "out", "columns"), EXPERTS, ids=str)
+def test_experts(library, numbers: tuple[int, ...], out: int, columns: int, kilobytes: int) -> None:
+    """The product of each expert with its rows, and no other."""
+    experts, rows = len(numbers), sum(numbers)
+    w = torch.randn(experts * out, columns).bfloat16()
+    w.masked_fill_(nm_mask_ref(torch.rand(w.shape), 2, 4), 0)
+    values, positions = pack24(w)
+    x, bias = torch.randn(rows, columns).bfloat16(), torch.randn(experts, out).bfloat16()
+    ends = torch.tensor(numbers).cumsum(0).int()
+    weights = w.double().unflatten(0, (experts, out))
+    products = [part @ of.T for part, of in zip(x.double().split(numbers), weights, strict=True)]
+    for added, backwards in ((None, False), (bias, True)):
+        y = torch.full((rows, out), torch.nan, dtype=torch.bfloat16)
+        addresses = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, values, positions)]
+        addresses += [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (added, y, ends)]
+        sizes = [ctypes.c_int64(n) for n in (experts, columns, out, rows, kilobytes)]
+        library.skinny_experts(*addresses, *sizes, ctypes.c_bool(backwards), ctypes.c_bool(not backwards))
+        of_rows = 0 if added is None else bias.double().repeat_interleave(torch.tensor(numbers), 0)
+        want = torch.cat(products) + of_rows
+        tolerance = 2**-8 * float(want.square().mean().sqrt())
+        torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=tolerance)
+
+
+@pytest.mark.parametrize("last", [-5, 0, 2, 10_000])
+def test_wrong_ends_stay_inside(library, last: int) -> None:
+    """Whatever the numbers of rows, nothing outside of the tensors is read or written."""
+    w = torch.randn(4 * 16, 64).bfloat16().masked_fill(nm_mask_ref(torch.rand(64, 64), 2, 4), 0)
+    values, positions = pack24(w)
+    x = torch.randn(6, 64).bfloat16()
+    guarded = torch.full((3, 6, 16), torch.nan, dtype=torch.bfloat16)
+    ends = torch.tensor([3, 9_999, 1, last], dtype=torch.int32)
+    addresses = [ctypes.c_void_p(t.data_ptr()) for t in (x, values, positions)]
+    addresses += [ctypes.c_void_p(t) for t in (None, guarded[1].data_ptr(), ends.data_ptr())]
+    sizes = [ctypes.c_int64(n) for n in (4, 64, 16, 6, CONSUMER)]
+    library.skinny_experts(*addresses, *sizes, ctypes.c_bool(False), ctypes.c_bool(True))
+    assert bool(guarded[0].isnan().all()) and bool(guarded[2].isnan().all())

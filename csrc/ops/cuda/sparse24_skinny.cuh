@@ -21,6 +21,8 @@
 
 #include <cstdint>
 
+#include "common/cuda/expert_rows.cuh"
+
 namespace drot {
 
 constexpr int kSkinnyWarps = 8;
@@ -47,6 +49,13 @@ struct SkinnyProblem {
   // of the rotation.
   int splits = 1, steps = 0, rotation_steps = 0;
   float* partial = nullptr;  // [splits, tokens, out]; null for one split
+};
+
+// The products of the experts of a mixture, sparse24_experts. `tokens` is not used: a block has those of
+// `of_experts`. values, positions and bias: those of all experts, one after the other. Nothing else is added,
+// and no columns are shared.
+struct SkinnyExperts : SkinnyProblem {
+  ExpertRows of_experts;
 };
 
 // What a block multiplies. A warp has 16 · Tiles rows of W and all tokens of the block, up to 8 · TokenTiles;
@@ -249,17 +258,14 @@ __device__ void store_skinny(const SkinnyProblem& p, int64_t token, int64_t row,
   p.y[token * p.out + row] = E::from_float(y);
 }
 
-// E: Bf16Element or Fp16Element. Block (n, j, s) has the n-th group of tokens, the j-th tile of rows and the
-// s-th part of the columns, so that blocks that read the same of W run at about the same time.
+// E: Bf16Element or Fp16Element. The tokens from first_token on, the rows of W of blockIdx.y and the part of
+// the columns of blockIdx.z.
 template <class E, class B>
-__global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny(SkinnyProblem p) {
+__device__ __forceinline__ void multiply_skinny(const SkinnyProblem& p, int64_t first_token, int tokens) {
   extern __shared__ uint4 dynamic_shared[];
   const SharedAddress shared = shared_address(dynamic_shared);
   const int split = static_cast<int>(blockIdx.z);
-  const int64_t first_token = static_cast<int64_t>(blockIdx.x) * B::kTokens;
   const int64_t first_row = static_cast<int64_t>(blockIdx.y) * B::kRows;
-  const int64_t tokens_left = p.tokens - first_token;
-  const int tokens = tokens_left < B::kTokens ? static_cast<int>(tokens_left) : B::kTokens;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto part = [&](auto& matrix, int64_t steps, int each) {  // may be empty
     const int64_t begin = static_cast<int64_t>(split) * each, end = begin + each;
@@ -339,6 +345,27 @@ __global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny(SkinnyProblem 
   }
 }
 
+// Block (n, j, s) has the n-th group of tokens, the j-th tile of rows and the s-th part of the columns, so that
+// blocks that read the same of W run at about the same time.
+template <class E, class B>
+__global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny(SkinnyProblem p) {
+  const int64_t first_token = static_cast<int64_t>(blockIdx.x) * B::kTokens;
+  const int64_t tokens_left = p.tokens - first_token;
+  multiply_skinny<E, B>(p, first_token, tokens_left < B::kTokens ? static_cast<int>(tokens_left) : B::kTokens);
+}
+
+// Block (n, j) has the j-th tile of rows of the expert whose tokens begin at the n-th place, and at most kTokens
+// of these.
+template <class E, class B, int kTokens>
+__global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny_experts(SkinnyExperts p) {
+  const ExpertTile tile = expert_tile<kTokens, kSkinnyThreads>(p.of_experts, blockIdx.x);
+  if (tile.first >= tile.stop) return;
+  p.values += tile.expert * p.out * (p.in / 2);
+  p.positions += tile.expert * p.out * (p.in / 8);
+  if (p.bias) p.bias += tile.expert * p.out;
+  multiply_skinny<E, B>(p, tile.first, static_cast<int>(tile.stop - tile.first));
+}
+
 constexpr int kSkinnySumThreads = 256;
 
 // y from the sums of the splits, which are added in their order. Block (i, j) has kSkinnySumThreads rows,
@@ -386,6 +413,27 @@ void run_sparse24_skinny(LauncherT& launcher, SkinnyProblem p) {
   const bool fits = Skinny64::shared_bytes(Skinny64::kTokens) <= launcher.shared_memory();
   if (p.tokens <= Skinny32::kTokens || !fits) return run_sparse24_skinny_block<E, Skinny32>(launcher, p);
   run_sparse24_skinny_block<E, Skinny64>(launcher, p);
+}
+
+template <class E, class B, int kTokens = B::kTokens, class LauncherT>
+void run_sparse24_skinny_experts_block(LauncherT& launcher, SkinnyExperts p) {
+  p.steps = static_cast<int>(p.in / kSkinnyColumns);
+  const dim3 grid(expert_places(p.of_experts, kTokens), (p.out + B::kRows - 1) / B::kRows);
+  launcher.launch(&sparse24_skinny_experts<E, B, kTokens>, grid, dim3(kSkinnyThreads),
+                  B::shared_bytes(kTokens), p);
+}
+
+// By the mean of the tokens of an expert that has some, if all experts are as likely. p.out is at most
+// kMostSkinnyRows.
+template <class E, class LauncherT>
+void run_sparse24_skinny_experts(LauncherT& launcher, const SkinnyExperts& p) {
+  const int64_t rows = p.of_experts.rows, experts = p.of_experts.experts;
+  const int64_t mean = rows / (rows < experts ? rows : experts);
+  if (mean <= 2) return run_sparse24_skinny_experts_block<E, Skinny4, /*kTokens=*/4>(launcher, p);
+  if (mean <= Skinny16::kTokens) return run_sparse24_skinny_experts_block<E, Skinny16>(launcher, p);
+  const bool fits = Skinny64::shared_bytes(Skinny64::kTokens) <= launcher.shared_memory();
+  if (mean <= Skinny32::kTokens || !fits) return run_sparse24_skinny_experts_block<E, Skinny32>(launcher, p);
+  run_sparse24_skinny_experts_block<E, Skinny64>(launcher, p);
 }
 
 }  // namespace drot

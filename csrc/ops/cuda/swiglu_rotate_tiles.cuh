@@ -8,9 +8,11 @@
 // step, and gate and up are read once. What lies outside of the diagonal block is zero.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/cuda/aligned_vector.cuh"
+#include "common/cuda/expert_rows.cuh"
 #include "ops/swiglu_rotate_math.h"
 
 namespace drot {
@@ -24,26 +26,41 @@ constexpr int kSwigluRow = kSwigluStep + 8;
 
 // gate, up: rows of `size · blocks` neighbours, `gate_stride` and `up_stride` apart. rotation [blocks, size,
 // size] or null, for one block without a rotation. out [tokens, size · blocks]. T: uint16_t, for the bit
-// patterns of 16-bit floats, or float.
+// patterns of 16-bit floats, or float. With experts, each has `blocks` blocks of rotation.
 template <class T>
 struct SwigluProblem {
   const T *gate, *up, *rotation;
   T* out;
   int64_t gate_stride, up_stride, tokens, blocks, size;
+  ExpertRows experts = {};
 };
 
-// Which part of the result a block of threads has.
+// Which part of the result a block of threads has: the tokens [token, stop) of the block's columns. rotated_by:
+// the number of the block of rotation.
 struct SwigluTile {
-  int64_t block, column, token;
+  int64_t block, column, token, stop, rotated_by;
 
   template <class T>
-  __device__ SwigluTile(const SwigluProblem<T>& p, int tokens) {
-    const int64_t strips = (p.size + kSwigluStep - 1) / kSwigluStep, at = blockIdx.x % (p.blocks * strips);
-    block = at / strips;
-    column = at % strips * kSwigluStep;
-    token = blockIdx.x / (p.blocks * strips) * tokens;
-  }
+  __device__ SwigluTile(const SwigluProblem<T>& p, int64_t strips)
+      : block(blockIdx.x % (p.blocks * strips) / strips), column(blockIdx.x % strips * kSwigluStep) {}
 };
+
+template <int kTokens, bool kExperts, class T>
+__device__ SwigluTile swiglu_tile(const SwigluProblem<T>& p) {
+  const int64_t strips = (p.size + kSwigluStep - 1) / kSwigluStep, place = blockIdx.x / (p.blocks * strips);
+  SwigluTile tile(p, strips);
+  if constexpr (kExperts) {
+    const ExpertTile of = expert_tile<kTokens, kSwigluThreads>(p.experts, place);
+    tile.token = of.first;
+    tile.stop = of.stop;
+    tile.rotated_by = of.expert * p.blocks + tile.block;
+  } else {
+    tile.token = place * kTokens;
+    tile.stop = p.tokens;
+    tile.rotated_by = tile.block;
+  }
+  return tile;
+}
 
 // fp32 with the conversions of the 16-bit floats.
 struct Fp32Element {
@@ -65,7 +82,7 @@ __device__ void gated_step(const SwigluProblem<T>& p, const SwigluTile& tile, in
     for (int i = 0; i < kAtOnce; ++i) {
       const int at = (static_cast<int>(threadIdx.x) + (first + i) * kSwigluThreads) * kVec;
       const int64_t token = tile.token + at / kSwigluStep, column = step + at % kSwigluStep;
-      const bool inside = token < p.tokens && column < p.size;
+      const bool inside = token < tile.stop && column < p.size;
       gate[i] = load_aligned<T, kVec>(p.gate + token * p.gate_stride + tile.block * p.size + column, inside);
       up[i] = load_aligned<T, kVec>(p.up + token * p.up_stride + tile.block * p.size + column, inside);
     }
@@ -89,20 +106,21 @@ __device__ void rotation_step(const SwigluProblem<T>& p, const SwigluTile& tile,
   for (int at = threadIdx.x * kVec; at < kSwigluStep * kSwigluStep; at += kSwigluThreads * kVec) {
     const int row = at / kSwigluStep, column = at % kSwigluStep;
     const bool inside = step + row < p.size && tile.column + column < p.size;
-    const int64_t from = (tile.block * p.size + step + row) * p.size + tile.column + column;
+    const int64_t from = (tile.rotated_by * p.size + step + row) * p.size + tile.column + column;
     store(row, column, inside ? p.rotation + from : nullptr);
   }
 }
 
 // Many tokens: a warp has 16 tokens and all columns. Few tokens: a warp has the 16 tokens and 16 columns.
 // kVec divides size, and the strides.
-template <class Element, int kTokens, int kVec>
+template <class Element, int kTokens, int kVec, bool kExperts>
 __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_mma(SwigluProblem<uint16_t> p) {
   constexpr bool kMany = kTokens == kManyTokens;
   constexpr int kTiles = kMany ? kSwigluStep / 8 : kSwigluStep / 8 / kSwigluWarps;  // of 8 columns, of a warp
   alignas(16) __shared__ uint16_t gated[kTokens][kSwigluRow];
   alignas(16) __shared__ uint16_t block[kSwigluStep][kSwigluRow];
-  const SwigluTile tile(p, kTokens);
+  const SwigluTile tile = swiglu_tile<kTokens, kExperts>(p);
+  if (tile.token >= tile.stop) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_row = kMany ? 16 * warp : 0, first_column = kMany ? 0 : 8 * kTiles * warp;
   constexpr int kRowBytes = 2 * kSwigluRow;
@@ -151,7 +169,7 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_mma(SwigluProble
     for (int half = 0; half < 2; ++half) {
       const int64_t token = tile.token + first_row + lane / 4 + 8 * half;
       const int64_t column = tile.column + first_column + 8 * n + 2 * (lane % 4);
-      if (token >= p.tokens) continue;
+      if (token >= tile.stop) continue;
       uint16_t* const out = p.out + (token * p.blocks + tile.block) * p.size + column;
       AlignedVector<uint16_t, 2> pair;
       pair.set(0, Element::from_float(sum[n][2 * half]));
@@ -167,12 +185,13 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_mma(SwigluProble
 }
 
 // A thread has one column of kFewTokens / 2 tokens. kVec divides size, and the strides.
-template <int kVec>
+template <int kVec, bool kExperts>
 __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_float(SwigluProblem<float> p) {
   constexpr int kShare = kFewTokens * kSwigluStep / kSwigluThreads;
   alignas(16) __shared__ float gated[kFewTokens][kSwigluStep];
   alignas(16) __shared__ float block[kSwigluStep][kSwigluStep];
-  const SwigluTile tile(p, kFewTokens);
+  const SwigluTile tile = swiglu_tile<kFewTokens, kExperts>(p);
+  if (tile.token >= tile.stop) return;
   const int column = threadIdx.x % kSwigluStep, first = threadIdx.x / kSwigluStep * kShare;
   float sum[kShare] = {};
   for (int64_t step = 0; step < p.size; step += kSwigluStep) {
@@ -193,7 +212,7 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_float(SwigluProb
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
     const int64_t token = tile.token + first + i;
-    if (token < p.tokens && tile.column + column < p.size) {
+    if (token < tile.stop && tile.column + column < p.size) {
       p.out[(token * p.blocks + tile.block) * p.size + tile.column + column] = sum[i];
     }
   }
@@ -202,11 +221,11 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_float(SwigluProb
 // Without a rotation. A thread has kVec columns of some tokens; kVec divides size, and the strides.
 template <class Element, int kVec, class T>
 __global__ void __launch_bounds__(kSwigluThreads) swiglu_alone(SwigluProblem<T> p) {
-  const SwigluTile tile(p, kFewTokens);
+  const SwigluTile tile = swiglu_tile<kFewTokens, false>(p);
   gated_step<Element, kFewTokens, kVec>(p, tile, tile.column,
                                         [&](int row, int column, const float (&x)[kVec]) {
                                           const int64_t token = tile.token + row, at = tile.column + column;
-                                          if (token >= p.tokens || at >= p.size) return;
+                                          if (token >= tile.stop || at >= p.size) return;
                                           AlignedVector<T, kVec> y;
 #pragma unroll
                                           for (int v = 0; v < kVec; ++v) y.set(v, Element::from_float(x[v]));
@@ -217,7 +236,9 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_alone(SwigluProblem<T> 
 // The number of blocks of threads.
 template <class T>
 int64_t swiglu_tiles(const SwigluProblem<T>& p, int64_t tokens) {
-  return (p.tokens + tokens - 1) / tokens * p.blocks * ((p.size + kSwigluStep - 1) / kSwigluStep);
+  const int64_t places =
+      p.experts.ends == nullptr ? (p.tokens + tokens - 1) / tokens : expert_places(p.experts, tokens);
+  return places * p.blocks * ((p.size + kSwigluStep - 1) / kSwigluStep);
 }
 
 template <class T>
@@ -234,23 +255,37 @@ void run_swiglu_alone(LauncherT& launcher, const SwigluProblem<T>& p) {
   launcher.launch(kernel, dim3(swiglu_tiles(p, kFewTokens)), dim3(kSwigluThreads), 0, p);
 }
 
+template <class Element, bool kExperts, class LauncherT>
+void run_swiglu_rotate_mma(LauncherT& launcher, const SwigluProblem<uint16_t>& p) {
+  constexpr int kVec = kVectorSize<uint16_t>;
+  const int64_t experts = kExperts ? std::min<int64_t>(p.experts.experts, p.tokens) : 1;
+  const bool vectors = swiglu_in_vectors(p), many = p.tokens / experts > kFewTokens;
+  const auto kernel = many ? (vectors ? swiglu_rotate_mma<Element, kManyTokens, kVec, kExperts>
+                                      : swiglu_rotate_mma<Element, kManyTokens, 1, kExperts>)
+                           : (vectors ? swiglu_rotate_mma<Element, kFewTokens, kVec, kExperts>
+                                      : swiglu_rotate_mma<Element, kFewTokens, 1, kExperts>);
+  launcher.launch(kernel, dim3(swiglu_tiles(p, many ? kManyTokens : kFewTokens)), dim3(kSwigluThreads), 0, p);
+}
+
 template <class Element, class LauncherT>
 void run_swiglu_rotate_16(LauncherT& launcher, const SwigluProblem<uint16_t>& p) {
   if (p.rotation == nullptr) return run_swiglu_alone<Element>(launcher, p);
-  constexpr int kVec = kVectorSize<uint16_t>;
-  const bool vectors = swiglu_in_vectors(p), many = p.tokens > kFewTokens;
-  const auto kernel = many ? (vectors ? swiglu_rotate_mma<Element, kManyTokens, kVec>
-                                      : swiglu_rotate_mma<Element, kManyTokens, 1>)
-                           : (vectors ? swiglu_rotate_mma<Element, kFewTokens, kVec>
-                                      : swiglu_rotate_mma<Element, kFewTokens, 1>);
-  launcher.launch(kernel, dim3(swiglu_tiles(p, many ? kManyTokens : kFewTokens)), dim3(kSwigluThreads), 0, p);
+  p.experts.ends == nullptr ? run_swiglu_rotate_mma<Element, false>(launcher, p)
+                            : run_swiglu_rotate_mma<Element, true>(launcher, p);
+}
+
+template <bool kExperts, class LauncherT>
+void run_swiglu_rotate_fp32(LauncherT& launcher, const SwigluProblem<float>& p) {
+  const auto kernel = swiglu_in_vectors(p) ? swiglu_rotate_float<kVectorSize<float>, kExperts>
+                                           : swiglu_rotate_float<1, kExperts>;
+  launcher.launch(kernel, dim3(swiglu_tiles(p, kFewTokens)), dim3(kSwigluThreads), 0, p);
 }
 
 template <class LauncherT>
 void run_swiglu_rotate_float(LauncherT& launcher, const SwigluProblem<float>& p) {
   if (p.rotation == nullptr) return run_swiglu_alone<Fp32Element>(launcher, p);
-  const auto kernel = swiglu_in_vectors(p) ? swiglu_rotate_float<kVectorSize<float>> : swiglu_rotate_float<1>;
-  launcher.launch(kernel, dim3(swiglu_tiles(p, kFewTokens)), dim3(kSwigluThreads), 0, p);
+  p.experts.ends == nullptr ? run_swiglu_rotate_fp32<false>(launcher, p)
+                            : run_swiglu_rotate_fp32<true>(launcher, p);
 }
 
 }  // namespace drot
