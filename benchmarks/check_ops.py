@@ -282,6 +282,29 @@ def sparse_linear_cases(device: str) -> Iterator[Case]:
                 yield f"sparse24_linear {tokens} {out}x{columns} {dtype} {len(added)}", product, tolerance
 
 
+def experts_cases(device: str) -> Iterator[Case]:
+    for numbers in ((1,), (0, 3, 0, 1), (1,) * 130, (5, 0, 70, 16), (300, 400)):
+        for out, columns in ((40, 64), (256, 1024)):
+            for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+                w = torch.randn(len(numbers) * out, columns)
+                w = w.masked_fill(ops.nm_mask(w.abs(), 2, 4), 0).to(dtype)
+                packed = [t.unflatten(0, (len(numbers), out)) for t in ops.pack24(w)]
+                x = torch.randn(sum(numbers), columns).to(dtype)
+                bias = torch.randn(len(numbers), out).to(dtype)
+                ends = torch.tensor(numbers).cumsum(0).int()
+
+                def products(
+                    given: tuple[Tensor, ...] = (x, *packed, ends, bias),
+                ) -> tuple[Tensor, Tensor]:
+                    wide = [t.double() if t.is_floating_point() else t for t in given]
+                    return ops.sparse24_experts(*(t.to(device) for t in given)), ops.sparse24_experts_ref(
+                        *wide
+                    )
+
+                shown = numbers if len(numbers) < 9 else f"{len(numbers)} experts"
+                yield f"sparse24_experts {shown} {out}x{columns} {dtype}", products, tolerance
+
+
 def swiglu_cases(device: str) -> Iterator[Case]:
     for tokens, blocks, size in ((1, 3, 64), (70, 2, 64), (5, 2, 33), (20, 1, 176)):
         gate, up = (torch.randn(tokens, blocks * size) for _ in range(2))
@@ -295,6 +318,18 @@ def swiglu_cases(device: str) -> Iterator[Case]:
                     return ops.swiglu_rotate(*(t.to(device) for t in given)).cpu(), want
 
                 yield f"swiglu_rotate {tokens} {name} {dtype}", gated, tolerance
+    for numbers in ((0, 1, 2), (20, 0, 70, 1), (1,) * 130):
+        gate, up = (torch.randn(sum(numbers), 128) for _ in range(2))
+        rotation = torch.linalg.qr(torch.randn(2 * len(numbers), 64, 64))[0]
+        ends = torch.tensor(numbers).cumsum(0).int()
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+            of_experts = [t.to(dtype) for t in (gate, up, rotation)]
+
+            def each(given: list[Tensor] = of_experts, ends: Tensor = ends) -> tuple[Tensor, Tensor]:
+                want = ops.swiglu_rotate_ref(*(t.double() for t in given), ends)
+                return ops.swiglu_rotate(*(t.to(device) for t in given), ends.to(device)).cpu(), want
+
+            yield f"swiglu_rotate of {len(numbers)} experts {dtype}", each, tolerance
 
 
 def rope_cases(device: str) -> Iterator[Case]:
@@ -323,6 +358,7 @@ GROUPS = {
     "sweep": sweep_cases,
     "pack": pack_cases,
     "sparse_linear": sparse_linear_cases,
+    "experts": experts_cases,
     "swiglu": swiglu_cases,
     "rope": rope_cases,
 }

@@ -70,7 +70,8 @@ TORCH_LIBRARY(drot, m) {
 // These raise in a backward pass, where torch would warn and give no gradient. The formula is registered here
 // because one registered in Python takes longer than a small product.
 TORCH_LIBRARY_IMPL(drot, Autograd, m) {
-  for (const char* op : {"sparse24_linear", "sparse24_experts", "pack24", "unpack24", "cholesky_qr", "rope"}) {
+  for (const char* op :
+       {"sparse24_linear", "sparse24_experts", "pack24", "unpack24", "cholesky_qr", "rope"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -18,8 +18,8 @@ inline void check_expert_ends(const at::Tensor& ends, int64_t experts, int64_t r
     TORCH_CHECK_VALUE(at[e] >= (e == 0 ? 0 : at[e - 1]), "ends must not descend, got ", at[e], " for expert ",
                       e);
   }
-  TORCH_CHECK_VALUE((experts == 0 ? 0 : at[experts - 1]) == rows, "ends must end with the ", rows, " rows of ",
-                    name, ", got ", experts == 0 ? 0 : at[experts - 1]);
+  TORCH_CHECK_VALUE((experts == 0 ? 0 : at[experts - 1]) == rows, "ends must end with the ", rows,
+                    " rows of ", name, ", got ", experts == 0 ? 0 : at[experts - 1]);
 }
 
 }  // namespace drot

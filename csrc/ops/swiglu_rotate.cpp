@@ -24,9 +24,10 @@ using Ends = std::optional<at::Tensor>;
 
 at::Tensor below_autograd(const at::Tensor& gate, const at::Tensor& up, const Rotation& rotation,
                           const Ends& ends) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("drot::swiglu_rotate", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const Rotation&, const Ends&)>();
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("drot::swiglu_rotate", "")
+          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const Rotation&, const Ends&)>();
   const at::AutoDispatchBelowADInplaceOrView guard;
   return op.call(gate, up, rotation, ends);
 }

@@ -22,22 +22,23 @@ inline void check_swiglu_rotate(const at::Tensor& gate, const at::Tensor& up,
                                 const std::optional<at::Tensor>& ends) {
   check_dtype(gate, "gate", {at::kBFloat16, at::kHalf, at::kFloat});
   TORCH_CHECK_VALUE(gate.dim() >= 1, "gate must be [..., n], got ", gate.sizes());
+  if (ends) {
+    TORCH_CHECK_VALUE(rotation, "ends must come with a rotation, of which each expert has a part");
+    TORCH_CHECK_VALUE(gate.dim() == 2, "gate must be [rows, n] with ends, got ", gate.sizes());
+    check_expert_ends(*ends, ends->numel(), gate.size(0), gate, "gate");
+  }
   if (rotation) {
     TORCH_CHECK_VALUE(rotation->dim() == 3 && rotation->size(1) == rotation->size(2),
                       "rotation must be [n, b, b], got ", rotation->sizes());
-    const int64_t experts = ends && ends->dim() == 1 ? std::max<int64_t>(1, ends->size(0)) : 1;
-    TORCH_CHECK_VALUE(rotation->size(0) % experts == 0, "rotation must have the same number of blocks for each of ",
-                      experts, " experts, got ", rotation->size(0));
+    const int64_t experts = ends ? std::max<int64_t>(1, ends->size(0)) : 1;
+    TORCH_CHECK_VALUE(rotation->size(0) % experts == 0,
+                      "rotation must have the same number of blocks for each of ", experts, " experts, got ",
+                      rotation->size(0));
     const int64_t width = rotation->size(0) / experts * rotation->size(1);
     TORCH_CHECK_VALUE(gate.size(-1) == width, "gate must be [..., ", width,
                       "], one column for each row of rotation, got ", gate.sizes());
     check_same_dtype(*rotation, "rotation", gate, "gate");
     check_same_device(*rotation, "rotation", gate, "gate");
-  }
-  if (ends) {
-    TORCH_CHECK_VALUE(rotation, "ends must come with a rotation, of which each expert has a part");
-    TORCH_CHECK_VALUE(gate.dim() == 2, "gate must be [rows, n] with ends, got ", gate.sizes());
-    check_expert_ends(*ends, ends->numel(), gate.size(0), gate, "gate");
   }
   check_same_shape(up, "up", gate, "gate");
   check_same_dtype(up, "up", gate, "gate");

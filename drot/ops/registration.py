@@ -4,8 +4,9 @@ A fake kernel returns the shapes and dtypes of the results; torch.compile needs 
 imports this module, so that the import of any op registers all of them.
 
 `swiglu_rotate` has its formula in C++ (csrc/ops/swiglu_rotate.cpp). The other ops without a formula here have
-no gradient: `sparse24_linear`, `sparse24_experts`, `pack24`, `unpack24`, `cholesky_qr` and `rope` raise in a backward pass
-(csrc/bindings.cpp), `spectral_step` returns nothing, and the results of the others do not require a gradient.
+no gradient: `sparse24_linear`, `sparse24_experts`, `pack24`, `unpack24`, `cholesky_qr` and `rope` raise in a
+backward pass (csrc/bindings.cpp), `spectral_step` returns nothing, and the results of the others do not
+require a gradient.
 
 No op has a derivative in forward mode: torch.func.jvp of an op with a formula here gives zeros.
 """

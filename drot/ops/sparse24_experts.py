@@ -34,8 +34,5 @@ def sparse24_experts_ref(
     parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
     biases = [None] * len(parts) if bias is None else list(bias)
     return torch.cat(
-        [
-            sparse24_linear_ref(*arguments)
-            for arguments in zip(parts, values, positions, biases, strict=True)
-        ]
+        [sparse24_linear_ref(*arguments) for arguments in zip(parts, values, positions, biases, strict=True)]
     )

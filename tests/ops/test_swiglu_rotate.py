@@ -136,6 +136,63 @@ def test_wrong_arguments(gate, up, rotation, dtypes: str, message: str) -> None:
         swiglu_rotate(*(torch.zeros(shape, dtype=names[dtype]) for shape, dtype in shapes))
 
 
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("size", [64, 33])
+@pytest.mark.parametrize(
+    "numbers", [(1,), (0, 1, 0, 2), (70, 0, 16, 1), (1,) * 140], ids=lambda n: f"{n[:4]}"
+)
+def test_experts(numbers: tuple[int, ...], size: int, dtype: torch.dtype, device: str) -> None:
+    """Each expert's rows are rotated by its own blocks, as by a call for that expert alone."""
+    experts, rows = len(numbers), sum(numbers)
+    gate, up = (3 * torch.randn(rows, 2 * size).to(device, dtype) for _ in range(2))
+    rotation = torch.linalg.qr(torch.randn(2 * experts, size, size))[0].to(device, dtype)
+    ends = torch.tensor(numbers, device=device).cumsum(0).int()
+    parts = [*zip(gate.split(numbers), up.split(numbers), rotation.unflatten(0, (experts, 2)), strict=True)]
+    want = torch.cat([in_fp64(*part) for part in parts])
+    for y in (swiglu_rotate(gate, up, rotation, ends), swiglu_rotate_ref(gate, up, rotation, ends)):
+        assert y.dtype == dtype and y.shape == want.shape
+        scale = want.unflatten(-1, (2, size))
+        scale = scale.abs() + scale.square().mean(-1, keepdim=True).sqrt()
+        error = (y.double() - want).unflatten(-1, (2, size)).abs()
+        assert bool((error <= ERRORS[dtype] * scale).all())
+    if device == "cpu":
+        alone = torch.cat([swiglu_rotate(*part) for part in parts])
+        assert torch.equal(swiglu_rotate(gate, up, rotation, ends), alone)
+
+
+def test_experts_of_nothing_and_of_views(device: str) -> None:
+    rotation = torch.randn(6, 4, 4, device=device)
+    none = torch.zeros(3, dtype=torch.int32, device=device)
+    empty = torch.zeros(0, 8, device=device)
+    assert swiglu_rotate(empty, empty, rotation, none).shape == (0, 8)
+    both, ends = torch.randn(5, 16, device=device), torch.tensor([1, 1, 5], device=device).int()
+    strided = torch.stack([ends, ends], -1)[:, 0]
+    want = swiglu_rotate(*(t.contiguous() for t in both.chunk(2, -1)), rotation, ends)
+    assert torch.equal(swiglu_rotate(*both.chunk(2, -1), rotation, strided), want)
+
+
+def test_wrong_ends() -> None:
+    gate, rotation = torch.zeros(3, 8), torch.zeros(4, 4, 4)
+    wrong = {
+        "ends must come with a rotation": (gate, gate, None, torch.tensor([1, 3]).int()),
+        "the same number of blocks for each of 3 experts, got 4": (
+            *(gate, gate, rotation),
+            torch.tensor([1, 2, 3]).int(),
+        ),
+        "gate must be .*8.*, got": (gate[:, :4], gate[:, :4], rotation, torch.tensor([1, 3]).int()),
+        r"gate must be \[rows, n\]": (gate[None], gate[None], rotation, torch.tensor([1, 3]).int()),
+        "ends must be one of Int": (gate, gate, rotation, torch.tensor([1, 3])),
+        r"ends must be \[2\]": (gate, gate, rotation, torch.tensor([[1, 3]]).int()),
+        "ends must not descend": (gate, gate, rotation, torch.tensor([4, 3]).int()),
+        "ends must end with the 3 rows of gate, got 4": (gate, gate, rotation, torch.tensor([1, 4]).int()),
+    }
+    for message, given in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            swiglu_rotate(*given)
+    with pytest.raises(NotImplementedError, match="no gradient with ends"):
+        swiglu_rotate(gate.requires_grad_(), gate, rotation, torch.tensor([1, 3]).int())
+
+
 @pytest.mark.parametrize(
     ("needed", "rotated"),
     [*(((i,), True) for i in range(3)), ((0, 1, 2), True), ((0,), False), ((0, 1), False)],
@@ -185,5 +242,8 @@ def test_torch_accepts_the_op_and_compiles_it(device: str) -> None:
     arguments = drawn((2, 3), 2, 32, torch.float32, device)
     for given in (arguments, arguments[:2]):
         torch.library.opcheck(torch.ops.drot.swiglu_rotate.default, given)
+    of_experts = (*drawn((3,), 2, 8, torch.float32, device)[:2], torch.randn(4, 8, 8, device=device))
+    ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.drot.swiglu_rotate.default, (*of_experts, ends))
     compiled = torch.compile(lambda *a: 2 * swiglu_rotate(*a), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*arguments), 2 * swiglu_rotate(*arguments))

@@ -1,6 +1,6 @@
-// Which rows of which expert a block of threads computes, for the kernels of a mixture of experts. The CPU that
-// launches them does not know how many rows an expert has: it launches a block for each place where a block
-// may begin, and a block in whose place none begins ends at once.
+// Which rows of which expert a block of threads computes, for the kernels of a mixture of experts. The CPU
+// that launches them does not know how many rows an expert has: it launches a block for each place where a
+// block may begin, and a block in whose place none begins ends at once.
 //
 // A block has the rows of one expert, up to a multiple of kRows. So it begins where an expert begins, or at a
 // multiple of kRows.

@@ -41,7 +41,8 @@ void one_expert(const Experts& p, const Share& share, at::Tensor& y) {
 }
 
 // The products of experts that have few rows each, in one loop over the weights of all: a thread starts once.
-// multiply(rows, first, last): the rows first … last - 1 of W. x: as it reads them, `width` values a row of x.
+// multiply(rows, first, last): the rows first … last - 1 of W. x: as it reads them, `width` values a row of
+// x.
 template <class V, class X, class Multiply>
 void all_experts(const Experts& p, const std::vector<Share>& shares, const X* x, int64_t width, at::Tensor& y,
                  const Multiply& multiply) {
@@ -51,17 +52,16 @@ void all_experts(const Experts& p, const std::vector<Share>& shares, const X* x,
     while (begin < end) {
       const Share& share = shares[begin / units];
       const int64_t unit = begin % units, last = std::min(units, unit + end - begin);
-      const Sparse24Rows<V, X> rows{
-          data24<V>(p.values) + share.expert * p.out * p.in / 2,
-          p.positions.const_data_ptr<uint8_t>() + share.expert * p.out * p.in / 8,
-          x + share.first * width,
-          p.bias.defined() ? data24<V>(p.bias) + share.expert * p.out : nullptr,
-          nullptr,
-          nullptr,
-          static_cast<V*>(y.mutable_data_ptr()) + share.first * p.out,
-          share.count,
-          p.in,
-          p.out};
+      const Sparse24Rows<V, X> rows{data24<V>(p.values) + share.expert * p.out * p.in / 2,
+                                    p.positions.const_data_ptr<uint8_t>() + share.expert * p.out * p.in / 8,
+                                    x + share.first * width,
+                                    p.bias.defined() ? data24<V>(p.bias) + share.expert * p.out : nullptr,
+                                    nullptr,
+                                    nullptr,
+                                    static_cast<V*>(y.mutable_data_ptr()) + share.first * p.out,
+                                    share.count,
+                                    p.in,
+                                    p.out};
       multiply(rows, unit * kRows24, std::min(last * kRows24, p.out));
       begin += last - unit;
     }
@@ -97,12 +97,9 @@ at::Tensor sparse24_experts_cpu(const at::Tensor& x, const at::Tensor& values, c
                                 const at::Tensor& ends, const std::optional<at::Tensor>& bias) {
   check_sparse24_experts(x, values, positions, ends, bias);
   const NoAutocast no_autocast;
-  const Experts p{x.contiguous(),
-                  values.contiguous(),
-                  positions.contiguous(),
-                  bias ? bias->contiguous() : at::Tensor(),
-                  2 * values.size(2),
-                  values.size(1)};
+  const Experts p{x.contiguous(),         values.contiguous(),
+                  positions.contiguous(), bias ? bias->contiguous() : at::Tensor(),
+                  2 * values.size(2),     values.size(1)};
   at::Tensor y = at::empty({x.size(0), p.out}, x.options());
   if (y.numel() == 0) return y;
   std::vector<Share> few;

@@ -125,8 +125,8 @@ void by_bf16_tokens(const Sparse24Product& p, at::Tensor& y) {
   for (int64_t token = 0; token < p.tokens; token += block) {
     const int64_t tokens = std::min(block, p.tokens - token), at = token * p.out;
     in_parallel(p.in, tokens, 64, [&](int64_t first, int64_t last) {
-      avx512bf16::pair_tokens(data24<Bf16>(from) + token * from.stride(0), from.stride(0), tokens, first, last,
-                              static_cast<Bf16*>(x.mutable_data_ptr()));
+      avx512bf16::pair_tokens(data24<Bf16>(from) + token * from.stride(0), from.stride(0), tokens, first,
+                              last, static_cast<Bf16*>(x.mutable_data_ptr()));
     });
     const Sparse24Rows<Bf16, Bf16> rows{
         data24<Bf16>(p.values),
@@ -211,14 +211,14 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
   const int64_t tokens = y.numel() / out;
   const auto contiguous = [](const OptionalTensor& t) { return t ? t->contiguous() : at::Tensor(); };
   const Sparse24Product p{x.reshape({tokens, in}),
-                  values.contiguous(),
-                  positions.contiguous(),
-                  contiguous(bias),
-                  residual ? residual->reshape({tokens, out}) : at::Tensor(),
-                  rotation.value_or(at::Tensor()),
-                  tokens,
-                  in,
-                  out};
+                          values.contiguous(),
+                          positions.contiguous(),
+                          contiguous(bias),
+                          residual ? residual->reshape({tokens, out}) : at::Tensor(),
+                          rotation.value_or(at::Tensor()),
+                          tokens,
+                          in,
+                          out};
   at::Tensor rows = y.view({tokens, out});
   multiply24(p, rows);
   return y;

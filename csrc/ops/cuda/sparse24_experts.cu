@@ -1,11 +1,12 @@
 // sparse24_experts on the GPU: the op. Its kernel is the skinny kernel of sparse24_linear
-// (sparse24_skinny.cuh), whose blocks find their expert on the GPU, so that the CPU does not wait for the numbers
-// of tokens, and a CUDA graph can hold the op.
+// (sparse24_skinny.cuh), whose blocks find their expert on the GPU, so that the CPU does not wait for the
+// numbers of tokens, and a CUDA graph can hold the op.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
+
+#include <ATen/cuda/CUDAGraphsUtils.cuh>
 
 #include "common/cuda/async_copy.cuh"
 #include "common/cuda/launcher.cuh"

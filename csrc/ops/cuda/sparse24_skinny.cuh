@@ -345,17 +345,18 @@ __device__ __forceinline__ void multiply_skinny(const SkinnyProblem& p, int64_t 
   }
 }
 
-// Block (n, j, s) has the n-th group of tokens, the j-th tile of rows and the s-th part of the columns, so that
-// blocks that read the same of W run at about the same time.
+// Block (n, j, s) has the n-th group of tokens, the j-th tile of rows and the s-th part of the columns, so
+// that blocks that read the same of W run at about the same time.
 template <class E, class B>
 __global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny(SkinnyProblem p) {
   const int64_t first_token = static_cast<int64_t>(blockIdx.x) * B::kTokens;
   const int64_t tokens_left = p.tokens - first_token;
-  multiply_skinny<E, B>(p, first_token, tokens_left < B::kTokens ? static_cast<int>(tokens_left) : B::kTokens);
+  multiply_skinny<E, B>(p, first_token,
+                        tokens_left < B::kTokens ? static_cast<int>(tokens_left) : B::kTokens);
 }
 
-// Block (n, j) has the j-th tile of rows of the expert whose tokens begin at the n-th place, and at most kTokens
-// of these.
+// Block (n, j) has the j-th tile of rows of the expert whose tokens begin at the n-th place, and at most
+// kTokens of these.
 template <class E, class B, int kTokens>
 __global__ void __launch_bounds__(kSkinnyThreads) sparse24_skinny_experts(SkinnyExperts p) {
   const ExpertTile tile = expert_tile<kTokens, kSkinnyThreads>(p.of_experts, blockIdx.x);
@@ -430,9 +431,8 @@ void run_sparse24_skinny_experts(LauncherT& launcher, const SkinnyExperts& p) {
   const int64_t rows = p.of_experts.rows, experts = p.of_experts.experts;
   const int64_t mean = rows / (rows < experts ? rows : experts);
   if (mean <= 2) return run_sparse24_skinny_experts_block<E, Skinny4, /*kTokens=*/4>(launcher, p);
-  if (mean <= Skinny16::kTokens) return run_sparse24_skinny_experts_block<E, Skinny16>(launcher, p);
   const bool fits = Skinny64::shared_bytes(Skinny64::kTokens) <= launcher.shared_memory();
-  if (mean <= Skinny32::kTokens || !fits) return run_sparse24_skinny_experts_block<E, Skinny32>(launcher, p);
+  if (mean <= Skinny16::kTokens || !fits) return run_sparse24_skinny_experts_block<E, Skinny16>(launcher, p);
   run_sparse24_skinny_experts_block<E, Skinny64>(launcher, p);
 }
 

@@ -35,8 +35,8 @@ struct SwigluProblem {
   ExpertRows experts = {};
 };
 
-// Which part of the result a block of threads has: the tokens [token, stop) of the block's columns. rotated_by:
-// the number of the block of rotation.
+// Which part of the result a block of threads has: the tokens [token, stop) of the block's columns.
+// rotated_by: the number of the block of rotation.
 struct SwigluTile {
   int64_t block, column, token, stop, rotated_by;
 
