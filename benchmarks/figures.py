@@ -266,6 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsegpt_sweep": speeds("sparsegpt_sweep", "drot"),
     "rotation_step": speeds("rotation_step", "paper"),
     "sparse24_linear": speeds("sparse24_linear", "sparse24_linear"),
+    "experts": speeds("experts", "2:4", "2:4 + blocks"),
     "prune_layer": speeds("prune_layer", "drot", "drot, 50 steps", "drot, 100 steps"),
     "tiny_llama": tiny_llama,
     "swiglu_rotate": speeds("swiglu_rotate", "drot"),

@@ -16,6 +16,7 @@ OPS = {
     "swiglu_rotate --repeats 20": 60,
     "rope --repeats 20": 40,
     "sparsegpt_sweep --repeats 10": 90,
+    "experts --repeats 10": 60,
     "generate --repeats 3": 90,
 }
 #: shape and quality of a layer, with the options of bench_prune_layer.py → seconds

@@ -22,6 +22,7 @@ FEW = f"--calibration {DEMO.calibration} --nsamples 2 --seqlen 64"
         ("bench_rotation_step.py --sizes 64 --repeats 1", "gradient error"),
         ("bench_nm_mask.py --rows 64 --columns 64 --repeats 1", "stable sort"),
         ("bench_swiglu_rotate.py --width 256 --repeats 1", "x torch"),
+        ("bench_experts.py --hidden 64 --width 64 --experts 4 --chosen 2 --repeats 1", "x dense"),
     ],
     ids=lambda text: text.split()[0] if ".py" in text else "",
 )
