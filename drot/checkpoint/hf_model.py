@@ -175,7 +175,8 @@ def _describe_in_config(model: Any) -> DrotConfig | None:
             quantizer.quantization_config = entry
             # transformers refuses .half() and the like for a quantized model; a rotated one may be cast
             model.is_quantized = entry.packed
-            quantizer.counts_tokens = any(isinstance(module, ReplacedExperts) for module in model.modules())
+            experts = (module for module in model.modules() if isinstance(module, ReplacedExperts))
+            quantizer.waits_for_experts = any(module.waits for module in experts)
     elif quantizer is not None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):
@@ -259,8 +260,8 @@ class DrotQuantizer(HfQuantizer):
     state_dict_to_save: dict[str, Any] | None = None
     #: whether the model reads images too
     multimodal = False
-    #: whether experts of the model are packed or hold R3, so that they count their tokens
-    counts_tokens = False
+    #: whether the CPU waits for the numbers of tokens that experts of the model get
+    waits_for_experts = False
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
         return self.state_dict_to_save, {}
@@ -335,5 +336,5 @@ class DrotQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Read by `generate`. An expert gets another number of tokens each time; a graph has fixed shapes."""
-        return not self.counts_tokens
+        """Read by `generate`. A graph does not wait."""
+        return not self.waits_for_experts

@@ -222,7 +222,7 @@ def call_of(model: Any, case: Case, device: torch.device, *, compiled: bool = Fa
         tokens = torch.zeros(1, shape[1], dtype=torch.long)
         _, (arguments,) = decoder.record(tokens, lambda sizes, dtype: torch.empty(*sizes, dtype=dtype))
         call = partial(decoder.layers[0], hidden, arguments)
-        # packed experts wait for the numbers of their tokens, so no variant of a mixture becomes a graph
+        # some experts wait for the numbers of their tokens, so no variant of a mixture becomes a graph
         return call if family_of(model.config).experts is not None else replayed(call, device)
     ids = torch.randint(model.config.vocab_size, shape, device=device)
     if case.phase == "prefill":

@@ -41,10 +41,10 @@ class BlockRotation(nn.Module):
         """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b]."""
         return gated_activation(gate, up, activation, self.weight)
 
-    def rotates_experts(self, gate: Tensor, activation: Any) -> bool:
-        """Whether `swiglu_rotate` computes the inputs of down_proj of all experts, from gate [rows, n]."""
+    def fits_experts(self, gate: Tensor) -> bool:
+        """Whether `swiglu_rotate` takes gate [rows, n] of all experts at once: it has no gradient then."""
         needs_gradient = torch.is_grad_enabled() and gate.requires_grad
-        return not needs_gradient and _is_one_op(gate.dtype, gate.device, activation, {self.weight.dtype})
+        return not needs_gradient and _is_one_op(gate, {self.weight.dtype})
 
     def of_expert(self, x: Tensor, expert: int) -> Tensor:
         """The inputs of down_proj x [..., in] of one expert, rotated by its blocks."""
@@ -63,16 +63,15 @@ def gated_activation(
     In one pass over memory where the activation is SiLU.
     """
     dtypes = {tensor.dtype for tensor in (up, rotation) if tensor is not None}
-    if _is_one_op(gate.dtype, gate.device, activation, dtypes):
+    if isinstance(activation, SILU) and _is_one_op(gate, dtypes):
         return swiglu_rotate(gate, up, rotation)
     product = activation(gate) * up
     return product if rotation is None else _rotated(product, rotation)
 
 
-def _is_one_op(dtype: torch.dtype, device: torch.device, activation: Any, others: set[torch.dtype]) -> bool:
-    """Whether `swiglu_rotate` takes a gate of this dtype. others: the dtypes of up and of the rotation."""
-    fits = others <= {dtype} and dtype in ONE_OP_DTYPES and has_kernels(device)
-    return isinstance(activation, SILU) and fits
+def _is_one_op(gate: Tensor, others: set[torch.dtype]) -> bool:
+    """Whether `swiglu_rotate` takes `gate`. others: the dtypes of up and of the rotation."""
+    return others <= {gate.dtype} and gate.dtype in ONE_OP_DTYPES and has_kernels(gate.device)
 
 
 def _rotated(x: Tensor, blocks: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drot.model.block_rotation import DOWN_ROTATION, BlockRotation, gated_activation
+from drot.machine.devices import is_gpu
+from drot.model.block_rotation import DOWN_ROTATION, SILU, BlockRotation, gated_activation
 from drot.model.family import Family
 from drot.model.mixins import Mixin, mix, unmix
+from drot.ops.sparse24_experts import fits_kernel_of_experts
 from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Prefix of the name of a module in the place of a parameter of experts, also in the tensor names of a
@@ -78,6 +80,24 @@ class ReplacedExperts(Mixin):
         by_token[order] = weighted
         return by_token.unflatten(0, chosen.shape).sum(1).to(hidden_states.dtype)
 
+    @property
+    def waits(self: Any) -> bool:
+        """Whether the CPU waits for the numbers of tokens, so that no graph can hold the experts.
+
+        It does for dense weights, for R3 after another activation than SiLU, and for what a GPU's kernel for
+        experts does not take.
+        """
+        replaced: list[Any] = [getattr(self, PACKED_PREFIX + name, None) for name in self.names]
+        if None in replaced or (hasattr(self, DOWN_ROTATION) and not self._rotates_in_one_op):
+            return True
+        return any(
+            is_gpu(each.values.device) and not fits_kernel_of_experts(each.values) for each in replaced
+        )
+
+    @property
+    def _rotates_in_one_op(self: Any) -> bool:
+        return self.has_gate and self.family.gated is None and isinstance(getattr(self, "act_fn", None), SILU)
+
     def _products(self: Any, name: str, x: Tensor, ends: Tensor) -> Tensor:
         """x [rows, in] -> [rows, out], where expert e has the rows up to ends[e]."""
         replaced, biases = getattr(self, PACKED_PREFIX + name, None), getattr(self, f"{name}_bias", None)
@@ -99,14 +119,13 @@ class ReplacedExperts(Mixin):
     def _inputs_of_down(self: Any, gate: Tensor, up: Tensor | None = None, *, ends: Tensor) -> Tensor:
         """`gated`, rotated by R3 if the experts have it."""
         rotation: BlockRotation | None = getattr(self, DOWN_ROTATION, None)
-        if up is not None and self.family.gated is None:
-            if rotation is None:
-                return gated_activation(gate, up, self.act_fn)
-            if rotation.rotates_experts(gate, self.act_fn):
-                return swiglu_rotate(gate, up, rotation.weight, ends)
-        inputs = gated(self, self.family, gate, up)
         if rotation is None:
-            return inputs
+            if up is None or self.family.gated is not None:
+                return gated(self, self.family, gate, up)
+            return gated_activation(gate, up, self.act_fn)
+        if up is not None and self._rotates_in_one_op and rotation.fits_experts(gate):
+            return swiglu_rotate(gate, up, rotation.weight, ends)
+        inputs = gated(self, self.family, gate, up)
         return torch.cat([rotation.of_expert(rows, expert) for expert, rows in _of_experts(inputs, ends)])
 
 

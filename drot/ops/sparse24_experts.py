@@ -16,8 +16,8 @@ def sparse24_experts(
         values: [experts, out, in/2] in x's dtype, from `pack24` of each Wₑ [out, in].
         positions: uint8 [experts, out, in/8], from `pack24`. Only `unpack24` checks that they ascend.
         ends: int32 [experts]. Expert e has the rows from ends[e - 1], or 0, up to ends[e]. A GPU does not
-            check its values, and the CPU does not wait for them, unless the experts have more than 128 rows
-            each or the GPU's kernel for experts cannot be used: for fp32, or `in` not a multiple of 64.
+            check its values. The CPU does not wait for them, unless there are more than 128 rows for each
+            expert and no CUDA graph is captured, or the kernel does not fit (`fits_kernel_of_experts`).
         bias: [experts, out] in x's dtype.
 
     Returns [rows, out] in x's dtype, accumulated in fp32.
@@ -25,6 +25,14 @@ def sparse24_experts(
     Raises ValueError for other shapes, dtypes, devices or ends, and RuntimeError in a backward pass.
     """
     return torch.ops.drot.sparse24_experts(x, values, positions, ends, bias)
+
+
+def fits_kernel_of_experts(values: Tensor) -> bool:
+    """Whether a GPU has a kernel for the experts with values [experts, out, in/2].
+
+    If not, it multiplies one expert after the other, for which the CPU waits for the numbers of their rows.
+    """
+    return values.dtype != torch.float32 and values.shape[-1] % 32 == 0
 
 
 def sparse24_experts_ref(

@@ -6,8 +6,8 @@ model of transformers, and compute as they do after `drot.load` (drot/model/expe
 Each rank has an equal part of the channels between gate and up and down_proj of every expert: the rows of
 gate and up, the columns of down_proj, and the blocks of R3. The ranks then add their outputs.
 
-How many tokens an expert gets depends on the tokens. So to `torch.compile` the experts of a layer are one op,
-which no CUDA graph can hold.
+To `torch.compile` the experts of a layer are one op. A CUDA graph can hold it if the CPU does not wait in it
+(`graphs_hold_experts` in engine_models.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator

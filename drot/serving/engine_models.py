@@ -92,6 +92,22 @@ def modules_left_dense(config: Any, dense: set[str]) -> set[str]:
     return {name for name, linears in pruned_modules(config).items() if linears & dense}
 
 
+def graphs_hold_experts(config: Any, dtype: torch.dtype) -> bool:
+    """Whether a CUDA graph can hold the experts of a mixture in `dtype`, as `ReplacedExperts.waits` says."""
+    held = drot_config_of(config)
+    if held is None or not held.packed or dtype == torch.float32:
+        return False
+    families = layer_families(config, config.num_hidden_layers)
+    dense = {
+        family.full_name(index, linear)
+        for index, family in enumerate(families)
+        for linear in family.linears
+        if linear.expert is not None
+    }.intersection(held.dense_linears)
+    silu = all(family.gated is None for family in families) and getattr(config, "hidden_act", None) == "silu"
+    return not dense and (silu or held.down_rotation is None)
+
+
 def unpruned_linears(config: Any) -> set[str]:
     """The linears in the layers of a model that read the stream, and that drot never prunes."""
     return {

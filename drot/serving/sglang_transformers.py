@@ -26,6 +26,7 @@ from drot.serving.engine_experts import RankExperts, expert_op
 from drot.serving.engine_models import (
     CompleteWeights,
     expect_held,
+    graphs_hold_experts,
     keep_in_fp32,
     keep_own_share,
     linears_besides,
@@ -42,15 +43,17 @@ NUMBERS = itertools.count()
 sglang_experts = expert_op("sglang", EXPERTS.__getitem__)
 
 
-def refuse_graphs(graphs: Any) -> None:
-    """Raises UserError if SGLang makes CUDA graphs, which cannot hold the experts (engine_experts.py).
+def refuse_graphs(graphs: Any, config: Any, dtype: torch.dtype) -> None:
+    """Raises UserError if SGLang makes CUDA graphs, and they cannot hold the experts of a mixture.
 
     graphs: SGLang's CudaGraphConfig; None if it makes none.
     """
-    if graphs is not None and any(phase.backend != "disabled" for phase in (graphs.decode, graphs.prefill)):
+    phases = () if graphs is None else (graphs.decode, graphs.prefill)
+    makes_graphs = any(phase.backend != "disabled" for phase in phases)
+    if makes_graphs and not graphs_hold_experts(config, dtype):
         raise UserError(
-            "drot's plugin for SGLang computes a mixture of experts without CUDA graphs: start SGLang with "
-            "its option disable-cuda-graph"
+            "drot's plugin for SGLang computes this mixture without CUDA graphs, which hold packed experts "
+            "in 16 bits alone: start SGLang with its option disable-cuda-graph"
         )
 
 
@@ -66,7 +69,7 @@ class DrotTransformersForCausalLM(CompleteWeights, TransformersForCausalLM):
         quant_config.stacked = {}
         if experts_of(config):
             if is_gpu(torch.get_default_device()):
-                refuse_graphs(get_exec().graph.cuda_graph_config)
+                refuse_graphs(get_exec().graph.cuda_graph_config, config, torch.get_default_dtype())
             if get_parallel().moe_ep_size > 1:
                 refuse_expert_parallelism()
         quant_config.dense |= modules_left_dense(config, quant_config.dense)

@@ -5,7 +5,7 @@
 | `quant_method` drot, the packed linears       | register_quantization_config (vllm_linear.py) |
 | layers that hold Q or R3, in vLLM's models    | ModelRegistry (vllm_models.py)                |
 | the same in models of transformers            | ModelRegistry (vllm_transformers.py)          |
-| no CUDA graph of a mixture of experts         | MODELS_CONFIG_MAP (vllm_configs.py)           |
+| no CUDA graph of experts that it cannot hold  | MODELS_CONFIG_MAP (vllm_configs.py)           |
 | the family's config, with these architectures | AutoConfig.register (here)                    |
 
 Without the plugin, vLLM refuses such a checkpoint: no class of vLLM or transformers has its `model_type`. The

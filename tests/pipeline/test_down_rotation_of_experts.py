@@ -219,7 +219,7 @@ def test_a_saved_model_opens_as_it_was(family, fields, tmp_path):
     for opened in (loaded, drot.load(dense, device="cpu")):
         assert torch.equal(opened(tokens).logits, logits)
         assert opened.generate(tokens, **OPTIONS).shape == (2, 35)
-    assert not loaded.hf_quantizer.is_compileable  # it counts the tokens of each expert
+    assert not loaded.hf_quantizer.is_compileable  # dense experts wait for the numbers of their tokens
     loaded.save_pretrained(tmp_path / "again")
     assert_same_weights(drot.load(tmp_path / "again", device="cpu"), result.model)
     packed = dict(out=tmp_path / "packed", format="packed")

@@ -39,7 +39,8 @@ void begin_capture() {
 int64_t end_capture() {
   std::shared_ptr<Graph> graph = std::move(captured);
   for (auto pair = graph->before.rbegin(); pair != graph->before.rend(); ++pair)
-    host_view(pair->first).copy_(pair->second);
+    if (pair->second.numel() > 0)  // nothing was in a result that the op has enlarged
+      host_view(pair->first).copy_(pair->second);
   graph->before.clear();
   TORCH_CHECK(!graph->invalid, "operation failed due to a previous error during capture");
   std::lock_guard lock(graphs_lock);

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from device import limited
+from device import Graph, host_waits, limited
 from runs import one_shot, prune, recipe
 from small_models import random_text, random_tokens, relative_error, save_small_model, small_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,6 +16,9 @@ from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.machine.transfer import on_device
 from drot.model.decoder import DecoderModel
+from drot.model.experts import ReplacedExperts
+from drot.ops import nm_mask
+from drot.sparse.packed import pack_model
 
 ON = torch.device("second:1")
 
@@ -43,6 +46,34 @@ def test_a_checkpoint_computes_and_generates_as_on_the_cpu(folders, format):
             m.generate(tokens.to(m.device), do_sample=False, max_new_tokens=8).cpu() for m in (model, on_cpu)
         )
     assert torch.equal(written, expected)
+
+
+@torch.no_grad()
+def test_a_graph_holds_the_experts_of_a_packed_mixture():
+    """The host waits for nothing, and a replay sends the tokens to the experts that it finds then."""
+    model = small_model("qwen3_moe", hidden_size=64, moe_intermediate_size=64, dtype=torch.bfloat16)
+    for layer in DecoderModel(model).layers:
+        for linear in layer.linears.values():
+            linear.weight.masked_fill_(nm_mask(linear.weight.abs().contiguous(), 2, 4), 0)
+        for part in layer.expect_down_rotation(16):
+            part.weight.copy_(torch.linalg.qr(torch.randn(part.weight.shape))[0])
+    pack_model(model)
+    on_cpu = model.model.layers[0].mlp.experts
+    experts = copy.deepcopy(on_cpu).to(ON)
+    assert isinstance(experts, ReplacedExperts) and not experts.waits
+    x, weights = torch.randn(6, 64, dtype=torch.bfloat16), torch.rand(6, 2, dtype=torch.bfloat16)
+    routes = [torch.rand(6, experts.num_experts).argsort(-1)[:, :2].contiguous() for _ in range(2)]
+    chosen, moved = routes[0].to(ON), (x.to(ON), weights.to(ON))
+    with host_waits() as waits:
+        experts(moved[0], chosen, moved[1])
+    assert waits == []
+    captured, gpu = Graph(), torch.get_device_module(ON)
+    with gpu.device(ON), gpu.graph(captured, stream=torch.Stream(ON)):
+        result = experts(moved[0], chosen, moved[1])
+    for route in (routes[1], routes[0]):
+        chosen.copy_(route)
+        captured.replay()
+        assert relative_error(result.cpu(), on_cpu(x, route, weights)) < 1e-2
 
 
 @pytest.mark.parametrize("options", [[], ["--stream"], ["--against"]], ids=str)

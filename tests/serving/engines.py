@@ -42,6 +42,13 @@ WIDTHS = ("moe_intermediate_size", "prefix_dense_intermediate_size")
 WIDTHS += ("shared_expert_intermediate_size", "shared_intermediate_size")
 
 
+def mixture_config(**keys):
+    """The config of a small mixture. keys: of its quantization_config."""
+    config = small_model("qwen3_moe").config
+    config.quantization_config = {"quant_method": "drot", **keys}
+    return config
+
+
 def rotated(family):
     """What `save` takes for a packed model of `family` with all rotations that the family takes."""
     sizes = OWN_SIZES.get(family, HEADS) | {

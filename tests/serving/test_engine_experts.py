@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot.checkpoint.quantization_config import drot_config_of
 from drot.core.errors import UserError
+from drot.model.experts import ReplacedExperts
 from drot.model.families import family_of
 from drot.serving.engine_experts import expert_op
-from drot.serving.engine_models import expect_held, keep_in_fp32, keep_own_share
+from drot.serving.engine_models import expect_held, graphs_hold_experts, keep_in_fp32, keep_own_share
 
 #: name → family, its further sizes, mode, fields of the recipe, format
 MIXTURES = {
@@ -34,6 +35,20 @@ def checkpoints(tmp_path_factory):
     for name, chosen in MIXTURES.items():
         save(folder / name, *chosen)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [("packed", True), ("biases", False), ("dense", False), ("swapped", False), ("kept", False)],
+)
+def test_which_experts_a_cuda_graph_holds(checkpoints, name, holds):
+    """The config of a checkpoint says what its model does. R3 of gpt-oss follows an activation of its own."""
+    model = drot.load(checkpoints / name, device="cpu", dtype="bfloat16")
+    experts = [module for module in model.modules() if isinstance(module, ReplacedExperts)]
+    assert experts and all(not module.waits for module in experts) == holds
+    assert model.hf_quantizer.is_compileable == holds
+    assert graphs_hold_experts(model.config, torch.bfloat16) == holds
+    assert not graphs_hold_experts(model.config, torch.float32)
 
 
 def divided(config, rank, ranks):

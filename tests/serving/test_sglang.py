@@ -17,6 +17,7 @@ from engines import (
     ROOT,
     SIZES,
     entry_points,
+    mixture_config,
     rotated,
     run_ranks,
     save,
@@ -233,10 +234,14 @@ def test_graphs_of_experts_are_refused():
 
     from drot.serving.sglang_transformers import refuse_graphs
 
-    refuse_graphs(None)
-    refuse_graphs(CudaGraphConfig(decode=PhaseConfig(), prefill=PhaseConfig()))
-    with pytest.raises(UserError, match="without CUDA graphs"):
-        refuse_graphs(CudaGraphConfig(decode=PhaseConfig(backend="full")))
+    packed, dense = mixture_config(packed=True), mixture_config(down_rotation=16)
+    graphs = CudaGraphConfig(decode=PhaseConfig(backend="full"))
+    refuse_graphs(None, dense, torch.bfloat16)
+    refuse_graphs(CudaGraphConfig(decode=PhaseConfig(), prefill=PhaseConfig()), dense, torch.bfloat16)
+    refuse_graphs(graphs, packed, torch.bfloat16)
+    for config, dtype in ((dense, torch.bfloat16), (packed, torch.float32)):
+        with pytest.raises(UserError, match="without CUDA graphs"):
+            refuse_graphs(graphs, config, dtype)
 
 
 @needs_sglang

@@ -18,6 +18,7 @@ from engines import (
     ROOT,
     SCALED,
     SIZES,
+    mixture_config,
     rotated,
     run_ranks,
     save,
@@ -289,14 +290,17 @@ def test_a_missing_tensor_is_refused(results):
 
 @needs_vllm
 @pytest.mark.slow
-def test_a_mixture_has_no_cuda_graphs():
+def test_cuda_graphs_of_a_mixture():
+    """Only of packed experts; the families below have SiLU."""
     from vllm.config import CUDAGraphMode
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     plugin.register()
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=None))
-    MODELS_CONFIG_MAP[plugin.MIXTURE_OF_TRANSFORMERS].verify_and_update_config(config)
-    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
+    for dtype, left in ((torch.bfloat16, None), (torch.float32, CUDAGraphMode.NONE)):
+        model = SimpleNamespace(hf_config=mixture_config(packed=True, down_rotation=16), dtype=dtype)
+        config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=None), model_config=model)
+        MODELS_CONFIG_MAP[plugin.MIXTURE_OF_TRANSFORMERS].verify_and_update_config(config)
+        assert config.compilation_config.cudagraph_mode is left
     assert plugin.OF_TRANSFORMERS not in MODELS_CONFIG_MAP
 
 
