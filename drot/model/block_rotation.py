@@ -1,6 +1,6 @@
 """R3, the rotation of the input of down_proj in diagonal blocks, as the module that applies it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,15 +41,27 @@ class BlockRotation(nn.Module):
         """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b]."""
         return gated_activation(gate, up, activation, self.weight)
 
-    def fits_experts(self, gate: Tensor) -> bool:
-        """Whether `swiglu_rotate` takes gate [rows, n] of all experts at once: it has no gradient then."""
-        needs_gradient = torch.is_grad_enabled() and gate.requires_grad
-        return not needs_gradient and _is_one_op(gate, {self.weight.dtype})
+    def of_experts(
+        self, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor], ends: Tensor
+    ) -> Tensor:
+        """`forward` for gate and up [rows, n], where expert e has the rows up to ends[e]. ends: int32."""
+        needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+        if isinstance(activation, SILU) and not needs_gradient and _is_one_op(gate, up, self.weight):
+            return swiglu_rotate(gate, up, self.weight, ends)
+        return torch.cat(
+            [
+                gated_activation(gates, ups, activation, self._blocks_of(expert, gate.shape[-1]))
+                for expert, (gates, ups) in rows_of(ends, gate, up)
+            ]
+        )
 
     def of_expert(self, x: Tensor, expert: int) -> Tensor:
         """The inputs of down_proj x [..., in] of one expert, rotated by its blocks."""
-        count = x.shape[-1] // self.weight.shape[-1]
-        return _rotated(x, self.weight[expert * count : (expert + 1) * count])
+        return _rotated(x, self._blocks_of(expert, x.shape[-1]))
+
+    def _blocks_of(self, expert: int, width: int) -> Tensor:
+        count = width // self.weight.shape[-1]
+        return self.weight[expert * count : (expert + 1) * count]
 
     def extra_repr(self) -> str:
         return f"blocks={len(self.weight)}, size={self.weight.shape[-1]}"
@@ -62,16 +74,24 @@ def gated_activation(
 
     In one pass over memory where the activation is SiLU.
     """
-    dtypes = {tensor.dtype for tensor in (up, rotation) if tensor is not None}
-    if isinstance(activation, SILU) and _is_one_op(gate, dtypes):
+    if isinstance(activation, SILU) and _is_one_op(gate, up, rotation):
         return swiglu_rotate(gate, up, rotation)
     product = activation(gate) * up
     return product if rotation is None else _rotated(product, rotation)
 
 
-def _is_one_op(gate: Tensor, others: set[torch.dtype]) -> bool:
-    """Whether `swiglu_rotate` takes `gate`. others: the dtypes of up and of the rotation."""
-    return others <= {gate.dtype} and gate.dtype in ONE_OP_DTYPES and has_kernels(gate.device)
+def rows_of(ends: Tensor, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """The experts that have rows, and their rows of each tensor. Expert e has the rows up to ends[e]."""
+    numbers = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    for expert, rows in enumerate(zip(*(tensor.split(numbers) for tensor in tensors), strict=True)):
+        if numbers[expert]:
+            yield expert, rows
+
+
+def _is_one_op(gate: Tensor, *others: Tensor | None) -> bool:
+    """Whether `swiglu_rotate` takes these tensors."""
+    alike = all(other is None or other.dtype == gate.dtype for other in others)
+    return alike and gate.dtype in ONE_OP_DTYPES and has_kernels(gate.device)
 
 
 def _rotated(x: Tensor, blocks: Tensor) -> Tensor:

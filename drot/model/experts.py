@@ -4,7 +4,6 @@ transformers has the weights of all experts in two parameters of one module: tha
 down. A layer calls the module with its tokens, the experts of each token, and the weights of their outputs.
 """
 
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from drot.machine.devices import is_gpu
-from drot.model.block_rotation import DOWN_ROTATION, SILU, BlockRotation, gated_activation
+from drot.model.block_rotation import DOWN_ROTATION, SILU, BlockRotation, gated_activation, rows_of
 from drot.model.family import Family
 from drot.model.mixins import Mixin, mix, unmix
 from drot.ops.sparse24_experts import fits_kernel_of_experts
-from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Prefix of the name of a module in the place of a parameter of experts, also in the tensor names of a
 #: checkpoint. transformers divides a tensor with the name of the parameter when it saves a model.
@@ -112,7 +110,7 @@ class ReplacedExperts(Mixin):
                     weights[expert].T if self.transposed else weights[expert],
                     None if biases is None else biases[expert],
                 )
-                for expert, rows in _of_experts(x, ends)
+                for expert, (rows,) in rows_of(ends, x)
             ]
         )
 
@@ -123,17 +121,10 @@ class ReplacedExperts(Mixin):
             if up is None or self.family.gated is not None:
                 return gated(self, self.family, gate, up)
             return gated_activation(gate, up, self.act_fn)
-        if up is not None and self._rotates_in_one_op and rotation.fits_experts(gate):
-            return swiglu_rotate(gate, up, rotation.weight, ends)
+        if up is not None and self._rotates_in_one_op:
+            return rotation.of_experts(gate, up, self.act_fn, ends)
         inputs = gated(self, self.family, gate, up)
-        return torch.cat([rotation.of_expert(rows, expert) for expert, rows in _of_experts(inputs, ends)])
-
-
-def _of_experts(x: Tensor, ends: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The experts that have rows of x, and these rows."""
-    for expert, rows in enumerate(x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())):
-        if len(rows):
-            yield expert, rows
+        return torch.cat([rotation.of_expert(rows, expert) for expert, (rows,) in rows_of(ends, inputs)])
 
 
 def replace_weights(layer: nn.Module, family: Family, path: str, module: nn.Module) -> None:
