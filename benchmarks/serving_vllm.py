@@ -176,7 +176,13 @@ def main() -> None:
     add_csv(parser)
     options = parser.parse_args()
     options.vllm = [f"--{option}" for option in options.vllm]
-    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # on its own vLLM leaves a core to its other processes, and all threads of a model share what is left
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: options.threads]))
+    os.environ |= {
+        "OMP_NUM_THREADS": str(options.threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+    }
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.same:
         same(options.same, options)

@@ -4,15 +4,11 @@ import shutil
 
 import pytest
 import torch
-from runs import named_linears
-from small_models import small_model
 
 from drot.checkpoint.load import load
 from drot.cli import chat as command
 from drot.core.errors import UserError
 from drot.model.compiled import SMALLEST_CACHE, cache_length, compile_step, compiled_settings
-from drot.ops import nm_mask
-from drot.sparse.packed import pack_model
 
 pytestmark = pytest.mark.slow
 
@@ -47,24 +43,6 @@ def test_greedy_tokens_are_those_of_the_step_that_is_not_compiled(packed, device
     wanted = model.generate(ids, **options, **length)
     assert torch.equal(compiled, wanted)
     assert torch.equal(again, wanted)
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_a_packed_mixture_is_compiled(device):
-    """Each step sends its token to other experts."""
-    model = small_model("qwen3_moe", num_hidden_layers=1)
-    for linear in named_linears(model).values():
-        linear.weight.masked_fill_(nm_mask(linear.weight.abs().contiguous(), 2, 4), 0)
-    pack_model(model)
-    model.to(device)
-    compile_step(model)
-    ids = torch.randint(100, (1, 8), device=device)
-    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0)
-    length = dict(min_new_tokens=24, max_new_tokens=24)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        settings = compiled_settings(32, model.config.max_position_embeddings)
-        compiled = model.generate(ids, **options, **length, **settings)
-    assert torch.equal(compiled, model.generate(ids, **options, **length))
 
 
 def test_a_step_that_cannot_be_compiled_is_left_out_and_said(packed, monkeypatch, capsys):

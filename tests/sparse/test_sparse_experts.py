@@ -116,6 +116,18 @@ def test_a_conversion_keeps_the_dtypes_of_the_files(family, tmp_path, caplog):
     assert "rounded" not in caplog.text
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_compiles_as_one_graph(family, device):
+    """Also with a token that goes to other experts than the one before."""
+    packed = packed_copy(pruned_model(family, num_hidden_layers=1).to(device))
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (0, 1):
+            tokens = random_tokens(2, 5, seed=seed).to(device)
+            got = compiled(tokens, use_cache=False).logits
+            assert relative_error(got, packed(tokens).logits) < TOLERANCE[torch.float32]
+
+
 def test_autocast():
     dense, tokens = pruned_model("gpt_oss"), random_tokens(2, 9)
     packed = packed_copy(dense)
