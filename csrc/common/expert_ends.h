@@ -12,6 +12,8 @@ inline void check_expert_ends(const at::Tensor& ends, int64_t experts, int64_t r
   check_vector(ends, "ends", experts, "expert");
   check_dtype(ends, "ends", {at::kInt});
   check_same_device(ends, "ends", other, name);
+  TORCH_CHECK_VALUE(experts > 0 || rows == 0, "ends must have an expert for the ", rows, " rows of ", name,
+                    ", got none");
   if (!ends.is_cpu()) return;
   const auto at = ends.accessor<int32_t, 1>();
   for (int64_t e = 0; e < experts; ++e) {

@@ -175,8 +175,7 @@ def _describe_in_config(model: Any) -> DrotConfig | None:
             quantizer.quantization_config = entry
             # transformers refuses .half() and the like for a quantized model; a rotated one may be cast
             model.is_quantized = entry.packed
-            experts = (module for module in model.modules() if isinstance(module, ReplacedExperts))
-            quantizer.waits_for_experts = any(module.waits for module in experts)
+            quantizer.experts = [module for module in model.modules() if isinstance(module, ReplacedExperts)]
     elif quantizer is not None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):
@@ -260,8 +259,8 @@ class DrotQuantizer(HfQuantizer):
     state_dict_to_save: dict[str, Any] | None = None
     #: whether the model reads images too
     multimodal = False
-    #: whether the CPU waits for the numbers of tokens that experts of the model get
-    waits_for_experts = False
+    #: the experts of the model that are packed or hold R3
+    experts: Sequence[ReplacedExperts] = ()
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
         return self.state_dict_to_save, {}
@@ -337,4 +336,4 @@ class DrotQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         """Read by `generate`. A graph does not wait."""
-        return not self.waits_for_experts
+        return not any(experts.waits for experts in self.experts)

@@ -18,12 +18,12 @@ SILU = (nn.SiLU, SiLUActivation)
 #: the dtypes of drot's ops for parts of a layer
 ONE_OP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the activation of a family that calls it as a function
-_SILU_FUNCTION = nn.SiLU()
+SILU_FUNCTION = nn.SiLU()
 
 
 def activation_of(mlp: nn.Module, family: Family) -> Any:
     """What acts on the outputs of the gate of an MLP."""
-    return _SILU_FUNCTION if family.activation is None else getattr(mlp, family.activation)
+    return SILU_FUNCTION if family.activation is None else getattr(mlp, family.activation)
 
 
 class BlockRotation(nn.Module):

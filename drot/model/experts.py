@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from drot.machine.devices import is_gpu
-from drot.model.block_rotation import DOWN_ROTATION, SILU, BlockRotation, gated_activation, rows_of
+from drot.model.block_rotation import (
+    DOWN_ROTATION,
+    SILU,
+    SILU_FUNCTION,
+    BlockRotation,
+    gated_activation,
+    rows_of,
+)
 from drot.model.family import Family
 from drot.model.mixins import Mixin, mix, unmix
 from drot.ops.sparse24_experts import fits_kernel_of_experts
@@ -80,7 +87,7 @@ class ReplacedExperts(Mixin):
 
     @property
     def waits(self: Any) -> bool:
-        """Whether the CPU waits for the numbers of tokens, so that no graph can hold the experts.
+        """Whether the CPU waits for the numbers of tokens without gradients, so that no graph can hold it.
 
         It does for dense weights, for R3 after another activation than SiLU, and for what a GPU's kernel for
         experts does not take.
@@ -93,8 +100,14 @@ class ReplacedExperts(Mixin):
         )
 
     @property
+    def _activation(self: Any) -> Any:
+        """The activation of gate. LFM2 calls SiLU as a function; gpt-oss has none that is called alone."""
+        act = getattr(self, "act_fn", None)
+        return SILU_FUNCTION if act is nn.functional.silu else act
+
+    @property
     def _rotates_in_one_op(self: Any) -> bool:
-        return self.has_gate and self.family.gated is None and isinstance(getattr(self, "act_fn", None), SILU)
+        return self.has_gate and self.family.gated is None and isinstance(self._activation, SILU)
 
     def _products(self: Any, name: str, x: Tensor, ends: Tensor) -> Tensor:
         """x [rows, in] -> [rows, out], where expert e has the rows up to ends[e]."""
@@ -120,9 +133,9 @@ class ReplacedExperts(Mixin):
         if rotation is None:
             if up is None or self.family.gated is not None:
                 return gated(self, self.family, gate, up)
-            return gated_activation(gate, up, self.act_fn)
+            return gated_activation(gate, up, self._activation)
         if up is not None and self._rotates_in_one_op:
-            return rotation.of_experts(gate, up, self.act_fn, ends)
+            return rotation.of_experts(gate, up, self._activation, ends)
         inputs = gated(self, self.family, gate, up)
         return torch.cat([rotation.of_expert(rows, expert) for expert, (rows,) in rows_of(ends, inputs)])
 

@@ -52,8 +52,9 @@ def refuse_graphs(graphs: Any, config: Any, dtype: torch.dtype) -> None:
     makes_graphs = any(phase.backend != "disabled" for phase in phases)
     if makes_graphs and not graphs_hold_experts(config, dtype):
         raise UserError(
-            "drot's plugin for SGLang computes this mixture without CUDA graphs, which hold packed experts "
-            "in 16 bits alone: start SGLang with its option disable-cuda-graph"
+            "drot's plugin for SGLang computes this mixture without CUDA graphs, which hold only packed "
+            "experts in 16 bits, with no R3 or with R3 after SiLU: start SGLang with its option "
+            "disable-cuda-graph"
         )
 
 

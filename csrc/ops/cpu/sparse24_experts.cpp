@@ -1,6 +1,7 @@
 #include "ops/sparse24_experts.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -15,9 +16,10 @@
 namespace drot {
 namespace {
 
-// The rows first … first + count - 1 of x, which an expert has.
+// The rows first … first + count - 1 of x, which an expert has, and the number of the first among those of
+// all experts with few rows.
 struct Share {
-  int64_t expert, first, count;
+  int64_t expert, first, count, of_few = 0;
 };
 
 struct Experts {
@@ -54,7 +56,7 @@ void all_experts(const Experts& p, const std::vector<Share>& shares, const X* x,
       const int64_t unit = begin % units, last = std::min(units, unit + end - begin);
       const Sparse24Rows<V, X> rows{data24<V>(p.values) + share.expert * p.out * p.in / 2,
                                     p.positions.const_data_ptr<uint8_t>() + share.expert * p.out * p.in / 8,
-                                    x + share.first * width,
+                                    x + share.of_few * width,
                                     p.bias.defined() ? data24<V>(p.bias) + share.expert * p.out : nullptr,
                                     nullptr,
                                     nullptr,
@@ -68,9 +70,16 @@ void all_experts(const Experts& p, const std::vector<Share>& shares, const X* x,
   });
 }
 
+// The rows of x that the shares have.
+at::Tensor rows_of(const Experts& p, const std::vector<Share>& shares) {
+  std::vector<at::Tensor> rows;
+  for (const Share& share : shares) rows.push_back(p.x.narrow(0, share.first, share.count));
+  return at::cat(rows);
+}
+
 template <class V>
 void all_experts_widened(const Experts& p, const std::vector<Share>& shares, at::Tensor& y) {
-  const at::Tensor x = widened24(p.x);
+  const at::Tensor x = widened24(rows_of(p, shares));
   all_experts<V>(p, shares, x.const_data_ptr<float>(), padded24(p.in), y,
                  [](const Sparse24Rows<V>& rows, int64_t first, int64_t last) {
                    DROT_SIMD_CALL(sparse24_rows<V>)(rows, first, last);
@@ -80,11 +89,12 @@ void all_experts_widened(const Experts& p, const std::vector<Share>& shares, at:
 #if defined(__x86_64__)
 void all_experts_bf16(const Experts& p, const std::vector<Share>& shares, at::Tensor& y) {
   const int64_t width = padded_bf16(p.in);
-  at::Tensor x = at::empty({p.x.size(0) * width}, p.x.options());
+  const int64_t rows = shares.back().of_few + shares.back().count;
+  at::Tensor x = at::empty({rows * width}, p.x.options());
   auto* const to = static_cast<Bf16*>(x.mutable_data_ptr());
   for (const Share& share : shares) {
     avx512bf16::group_tokens(data24<Bf16>(p.x) + share.first * p.in, p.in, share.count, p.in,
-                             to + share.first * width);
+                             to + share.of_few * width);
   }
   all_experts<Bf16>(p, shares, data24<Bf16>(x), width, y,
                     [](const Sparse24Rows<Bf16, Bf16>& rows, int64_t first, int64_t last) {
@@ -103,7 +113,7 @@ at::Tensor sparse24_experts_cpu(const at::Tensor& x, const at::Tensor& values, c
   at::Tensor y = at::empty({x.size(0), p.out}, x.options());
   if (y.numel() == 0) return y;
   std::vector<Share> few;
-  int64_t first = 0;
+  int64_t first = 0, rows_of_few = 0;
   const auto at = ends.accessor<int32_t, 1>();
   for (int64_t expert = 0; expert < values.size(0); ++expert) {
     const Share share{expert, first, at[expert] - first};
@@ -112,6 +122,8 @@ at::Tensor sparse24_experts_cpu(const at::Tensor& x, const at::Tensor& values, c
       one_expert(p, share, y);
     } else if (share.count > 0) {
       few.push_back(share);
+      few.back().of_few = rows_of_few;
+      rows_of_few += share.count;
     }
   }
   if (few.empty()) return y;
