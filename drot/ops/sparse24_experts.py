@@ -16,8 +16,8 @@ def sparse24_experts(
         values: [experts, out, in/2] in x's dtype, from `pack24` of each Wₑ [out, in].
         positions: uint8 [experts, out, in/8], from `pack24`. Only `unpack24` checks that they ascend.
         ends: int32 [experts]. Expert e has the rows from ends[e - 1], or 0, up to ends[e]. A GPU does not
-            check its values. The CPU does not wait for them, unless there are more than 128 rows for each
-            expert and no CUDA graph is captured, or the kernel does not fit (`fits_kernel_of_experts`).
+            check its values. The CPU does not wait for them, unless an expert has more than 128 rows
+            on average and no CUDA graph is captured, or the kernel does not fit (`fits_kernel_of_experts`).
         bias: [experts, out] in x's dtype.
 
     Returns [rows, out] in x's dtype, accumulated in fp32.
