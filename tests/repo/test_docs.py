@@ -271,6 +271,7 @@ def test_options_in_the_text_exist() -> None:
         "--cpu-offload-gb",
         "--disable-cuda-graph",
         "--enable-expert-parallel",
+        "--enforce-eager",
         "--max-model-len",
         "--model-path",
         "--load-format",
