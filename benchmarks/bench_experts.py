@@ -13,6 +13,7 @@ from bench_generate import BLOCKS, DENSE, SPARSE, variants
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 
+@torch.no_grad()
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--hidden", type=int, default=2048)
@@ -21,7 +22,6 @@ def main() -> None:
     parser.add_argument("--chosen", type=int, default=8, help="experts of a token")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    torch.set_grad_enabled(False)
     torch.manual_seed(0)
     hidden, width, device = options.hidden, options.width, options.device
     config = Qwen3MoeConfig(

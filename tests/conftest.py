@@ -76,6 +76,15 @@ def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def gradients_stay_on() -> Iterator[None]:
+    """A test that turned gradients off would make the tests after it fail, in its process alone."""
+    yield
+    on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert on, "this test left torch.is_grad_enabled() False"
+
+
+@pytest.fixture(autouse=True)
 def no_compiled_code_left() -> Iterator[None]:
     """torch.compile limits how often a process compiles a function; each test starts with the full limit."""
     yield
