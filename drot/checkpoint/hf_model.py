@@ -175,12 +175,16 @@ def _describe_in_config(model: Any) -> DrotConfig | None:
             quantizer.quantization_config = entry
             # transformers refuses .half() and the like for a quantized model; a rotated one may be cast
             model.is_quantized = entry.packed
-            quantizer.experts = [module for module in model.modules() if isinstance(module, ReplacedExperts)]
+            quantizer.experts = _replaced_experts(model)
     elif quantizer is not None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return entry
+
+
+def _replaced_experts(model: Any) -> list[ReplacedExperts]:
+    return [module for module in model.modules() if isinstance(module, ReplacedExperts)]
 
 
 def keep_files(model: Any, path: str | Path) -> None:
@@ -308,7 +312,9 @@ class DrotQuantizer(HfQuantizer):
             fuse(text)
         if compresses():
             compress_model(text)  # has no effect on a CPU, until the model moves to a GPU
-        if not self.multimodal:
+        if self.multimodal:
+            self.experts = _replaced_experts(model)
+        else:
             as_drot_model(model)
             keep_files(model, model.name_or_path)
         return model

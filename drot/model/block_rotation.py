@@ -41,16 +41,14 @@ class BlockRotation(nn.Module):
         """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b]."""
         return gated_activation(gate, up, activation, self.weight)
 
-    def of_experts(
-        self, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor], ends: Tensor
-    ) -> Tensor:
-        """`forward` for gate and up [rows, n], where expert e has the rows up to ends[e]. ends: int32."""
+    def of_experts(self, gate: Tensor, up: Tensor, ends: Tensor) -> Tensor:
+        """`forward` with SiLU for gate and up [rows, n], where expert e has the rows up to ends[e]: int32."""
         needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-        if isinstance(activation, SILU) and not needs_gradient and _is_one_op(gate, up, self.weight):
+        if not needs_gradient and _is_one_op(gate, up, self.weight):
             return swiglu_rotate(gate, up, self.weight, ends)
         return torch.cat(
             [
-                gated_activation(gates, ups, activation, self._blocks_of(expert, gate.shape[-1]))
+                gated_activation(gates, ups, SILU_FUNCTION, self._blocks_of(expert, gate.shape[-1]))
                 for expert, (gates, ups) in rows_of(ends, gate, up)
             ]
         )

@@ -135,7 +135,7 @@ class ReplacedExperts(Mixin):
                 return gated(self, self.family, gate, up)
             return gated_activation(gate, up, self._activation)
         if up is not None and self._rotates_in_one_op:
-            return rotation.of_experts(gate, up, self._activation, ends)
+            return rotation.of_experts(gate, up, ends)
         inputs = gated(self, self.family, gate, up)
         return torch.cat([rotation.of_expert(rows, expert) for expert, (rows,) in rows_of(ends, inputs)])
 
