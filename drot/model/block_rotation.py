@@ -79,10 +79,13 @@ def gated_activation(
 
 
 def rows_of(ends: Tensor, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """The experts that have rows, and their rows of each tensor. Expert e has the rows up to ends[e]."""
+    """The experts that have rows, or all if none has, and their rows of each tensor.
+
+    Expert e has the rows up to ends[e].
+    """
     numbers = ends.diff(prepend=ends.new_zeros(1)).tolist()
     for expert, rows in enumerate(zip(*(tensor.split(numbers) for tensor in tensors), strict=True)):
-        if numbers[expert]:
+        if numbers[expert] or not any(numbers):
             yield expert, rows
 
 

@@ -28,14 +28,14 @@ from drot.sparse.experts import SparseExperts
 from drot.sparse.packed import check_packed_tensors
 
 #: op(hidden_states, chosen, weights, key) gives what `ReplacedExperts.forward` gives for those experts.
-ExpertOp = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+ExpertOp = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 class RankExperts(ReplacedExperts):
     """Mixin in front of a family's class of experts, for those of one rank.
 
     name: of the experts in the model, for messages. add: adds the outputs of all ranks.
-    op: computes the experts. key: by it the op finds this module.
+    op: computes the experts. key: by it the op finds this module; the type is that of the op.
     own_rows, own_columns: the part that the rank has of a gate or up [out, in], and of a down_proj [out, in].
     files: the end of the name of a tensor in files that hold each expert by itself, such as `w1.weight` →
         the parameter, and whether it is the second half of its rows.
@@ -44,7 +44,7 @@ class RankExperts(ReplacedExperts):
 
     add: Callable[[Tensor], Tensor]
     op: ExpertOp
-    key: str
+    key: Any
     name: str
     own_rows: Part
     own_columns: Part
@@ -100,15 +100,15 @@ class RankExperts(ReplacedExperts):
                     check_gpu(module.values.device, kernels=True)
 
 
-def expert_op(engine: str, find: Callable[[str], RankExperts]) -> ExpertOp:
-    """The op drot::<engine>_experts. find: gives the experts of a key."""
+def expert_op(engine: str, find: Callable[[Any], RankExperts], kind: type = str) -> ExpertOp:
+    """The op drot::<engine>_experts. find: gives the experts of a key. kind: the type of a key."""
 
     @torch.library.custom_op(f"drot::{engine}_experts", mutates_args=())
-    def op(hidden_states: Tensor, chosen: Tensor, weights: Tensor, key: str) -> Tensor:
+    def op(hidden_states: Tensor, chosen: Tensor, weights: Tensor, key: kind) -> Tensor:  # type: ignore[valid-type]
         return ReplacedExperts.forward(find(key), hidden_states, chosen, weights)
 
     @op.register_fake
-    def _(hidden_states: Tensor, chosen: Tensor, weights: Tensor, key: str) -> Tensor:
+    def _(hidden_states: Tensor, chosen: Tensor, weights: Tensor, key: Any) -> Tensor:
         return torch.empty_like(hidden_states)
 
     return op
@@ -126,7 +126,7 @@ def divide_experts(
 ) -> RankExperts:
     """Lets the experts of an empty layer hold what one of several ranks has of them, uninitialised.
 
-    name: of the experts in the model, which is their key too unless the caller sets another.
+    name: of the experts in the model. Their key is set by the caller.
     add: adds the outputs of all ranks. op: computes the experts.
 
     Raises UserError for a number of ranks among which the experts cannot be divided.
@@ -184,6 +184,6 @@ def divide_experts(
         for linear in family.linears
         if linear.expert == 0 and linear.part in ends
     }
-    experts.add, experts.op, experts.name, experts.key = add, op, name, name
+    experts.add, experts.op, experts.name = add, op, name
     experts.own_rows, experts.own_columns, experts.together = own(0), own(1), set()
     return cast(RankExperts, experts)

@@ -18,7 +18,8 @@ from vllm.distributed import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.transformers import TransformersForCausalLM
-from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.model_executor.models.utils import PPMissingLayer, maybe_prefix
+from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name
 
 from drot.core.errors import UserError
 from drot.model.block_rotation import activation_of
@@ -44,8 +45,11 @@ ONE_STAGE = (
 )  # fmt: skip
 
 
-#: finds the experts in the model that computes, as a process may hold several
-vllm_experts = expert_op("vllm", lambda name: get_forward_context().no_compile_layers[name])
+#: Finds the experts in the model that computes, as a process may hold several. A text as the key would be a
+#: constant of the graph, and vLLM would compile each layer anew.
+vllm_experts = expert_op(
+    "vllm", lambda key: get_forward_context().no_compile_layers[_resolve_layer_name(key)], LayerNameType
+)
 
 
 class MergedMLP(GatedMLP):
@@ -79,6 +83,7 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
     """The model of a family in FAMILIES_OF_TRANSFORMERS."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        self.own_prefix = prefix  # vLLM does not keep it, and its __init__ calls recursive_replace
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         keep_in_fp32(self.model)
         if self.pp_group.is_last_rank:
@@ -101,7 +106,10 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
         super().pipeline_parallel()
 
     def recursive_replace(self) -> None:
-        """Lets vLLM replace the linears, and R3 and the experts keep what this rank has of them."""
+        """Lets vLLM replace the linears, and R3 and the experts keep what this rank has of them.
+
+        Raises UserError if experts of another model in this process have the same name.
+        """
         super().recursive_replace()
         experts = keep_own_share(
             module_at(self, family_of(self.config).layers),
@@ -112,7 +120,13 @@ class DrotTransformersForCausalLM(CheckedWeights, TransformersForCausalLM):
             add=tensor_model_parallel_all_reduce,
             op=vllm_experts,
         )
-        self.compilation_config.static_forward_context.update(experts)
+        context = self.compilation_config.static_forward_context
+        for name, each in experts.items():
+            # a draft model of speculative decoding has a prefix, and shares the context with its target
+            whole = maybe_prefix(self.own_prefix, name)
+            if whole in context:
+                raise UserError(f"two models in one vLLM process have layers named {whole}: load one of them")
+            context[whole], each.key = each, _encode_layer_name(whole)
 
 
 class DrotTransformersMoEForCausalLM(DrotTransformersForCausalLM):

@@ -31,6 +31,7 @@ from drot.config import resolve
 from drot.core.errors import UserError
 from drot.model.boundary import down_rotations, remove_down_rotation
 from drot.model.decoder import DecoderModel
+from drot.model.experts import ReplacedExperts
 from drot.model.families import FAMILIES
 from drot.model.layer import DecoderLayer
 from drot.pipeline.disk import disk_needs
@@ -234,6 +235,15 @@ def test_a_saved_model_opens_as_it_was(family, fields, tmp_path):
         assert relative_error(opened(tokens).logits, logits) < 1e-5
         for found, expected in zip(blocks_of(opened), blocks_of(result.model), strict=True):
             assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_no_tokens(family):
+    """As from an engine without a request."""
+    model = prune(small_model(family), with_r3()).model
+    experts = next(module for module in model.modules() if isinstance(module, ReplacedExperts))
+    x, of_no_token = torch.zeros(0, model.config.hidden_size), torch.zeros(0, 2)
+    assert experts(x, of_no_token.long(), of_no_token).shape == x.shape
 
 
 def test_the_tensors_of_a_checkpoint(tmp_path):

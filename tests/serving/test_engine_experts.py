@@ -52,13 +52,14 @@ def test_which_experts_a_cuda_graph_holds(checkpoints, name, holds):
 
 
 def divided(config, rank, ranks):
-    """The experts of LAYER on one rank, uninitialised, and the name by which the op finds them."""
+    """The experts of LAYER on one rank, uninitialised."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expect_held(model, drot_config_of(config))
     options = dict(missing=nn.Identity, rank=rank, ranks=ranks, add=lambda output: output, op=OP)
     found = keep_own_share(model.model.layers, config, **options)
     name, experts = list(found.items())[LAYER]
+    experts.key = name
     FOUND[name] = experts
     return experts
 

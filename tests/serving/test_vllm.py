@@ -142,6 +142,8 @@ def test_vllm_computes_the_logits_of_drot(checkpoints, results, name, ranks):
         assert found["architecture"] == plugin.SERVED_FAMILIES.get(family, architecture)
         assert found["quantization"] == "drot" and found.get("traced", True)
         torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
+        beside = found.get("beside a draft", found["logits"])
+        assert torch.equal(beside, found["logits"])  # a draft of the same layers was loaded, and emptied
 
 
 def engine_answers(file, mode, models):

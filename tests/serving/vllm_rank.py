@@ -105,6 +105,11 @@ def computed(engine):
                 for model in (loaded.model, traced)
             ]
             found["traced"] = torch.equal(*outputs)
+            if "MoE" in type(loaded).__name__:
+                draft = get_model(vllm_config=engine, prefix="draft_model")
+                for parameter in draft.parameters():
+                    parameter.zero_()
+                found["beside a draft"] = loaded.compute_logits(loaded(TOKENS, positions))
             return found
     layer = loaded.model.layers[1]
     for name, linear in (("qkv", layer.self_attn.qkv_proj), ("down", layer.mlp.down_proj)):

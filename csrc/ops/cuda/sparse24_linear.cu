@@ -203,7 +203,8 @@ Chosen choose(const Problem& p) {
     return cusparselt::supports(p.x.scalar_type(), p.out, p.in, p.tokens, reason);
   };
   const char* no_cusparselt =
-      compressed ? nullptr : "the call has no compressed weight, which sparse24_compress makes";
+      compressed ? nullptr
+                 : "the call has no compressed weight, which sparse24_compress makes; experts have none";
   if (compressed && supported(&no_cusparselt)) candidates.push_back(Algorithm::cusparselt);
   if (!few && skinny_supports(p)) candidates.push_back(Algorithm::skinny);
   candidates.push_back(Algorithm::dense);
