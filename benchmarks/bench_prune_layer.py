@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from _harness import arguments, interleaved, report
 from bench_rotation_step import Problem, reference_step
+from rich.filesize import decimal as size_text
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import drot
 from drot.calibration.hessian import HessianAccumulator
-from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.manifest import Manifest
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
 from drot.core.errors import quoted

@@ -4,6 +4,8 @@ import math
 import shutil
 from pathlib import Path
 
+from rich.filesize import decimal as size_text
+
 from drot.checkpoint.integrity import is_loaded
 from drot.core.errors import UserError
 
@@ -38,14 +40,6 @@ def why_larger(source: str | Path, folder: Path) -> str:
     if not any(name.endswith(".values") for name in after):
         found.append("zeros take as many bytes as other weights")
     return "; ".join(found)
-
-
-def size_text(count: float) -> str:
-    """A number of bytes with its unit: 16.9 MB, and 2.5 GB."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count / 1e3:.1f} kB"
 
 
 def check_space(out: Path, checkpoint: int, beside: int = 0, written: int = 0) -> None:

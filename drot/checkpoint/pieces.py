@@ -1,10 +1,8 @@
 """Tensors that are read from files piece by piece, by several threads."""
 
-import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -35,21 +33,31 @@ class PieceReader:
 
         Raises UserError if the file is too short or cannot be read.
         """
-        with self._lock, _named(file), file.open("rb", buffering=0) as handle:
-            pieces = self._pieces_for(target.device)
-            parts = target.view(-1).split(PIECE_BYTES // dtype.itemsize)
-            coming: deque[Future[Tensor]] = deque()
-            try:
-                for index in range(-READERS, len(parts)):
-                    if index >= 0:
-                        stored = coming.popleft().result()
-                        parts[index].copy_(stored.view(dtype).to(target.device))  # a GPU casts there
-                    if (following := index + READERS) < len(parts):
-                        piece = pieces[following % READERS][: parts[following].numel() * dtype.itemsize]
-                        at = start + following * PIECE_BYTES
-                        coming.append(self._threads.submit(_read_piece, handle.fileno(), piece, at))
-            finally:
-                wait(coming)  # before the file is closed
+        try:
+            with self._lock, file.open("rb", buffering=0) as handle:
+                self._read(target, handle.fileno(), start, dtype)
+        except EOFError:
+            raise UserError(
+                f"{file} was changed while drot read it, and is too short now: copy it again"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from None
+
+    def _read(self, target: Tensor, file: int, start: int, dtype: torch.dtype) -> None:
+        pieces = self._pieces_for(target.device)
+        parts = target.view(-1).split(PIECE_BYTES // dtype.itemsize)
+        coming: deque[Future[Tensor]] = deque()
+        try:
+            for index in range(-READERS, len(parts)):
+                if index >= 0:
+                    stored = coming.popleft().result()
+                    parts[index].copy_(stored.view(dtype).to(target.device))  # a GPU casts there
+                if (following := index + READERS) < len(parts):
+                    piece = pieces[following % READERS][: parts[following].numel() * dtype.itemsize]
+                    at = start + following * PIECE_BYTES
+                    coming.append(self._threads.submit(_read_piece, file, piece, at))
+        finally:
+            wait(coming)  # before the file is closed
 
     def _pieces_for(self, device: torch.device) -> list[Tensor]:
         if device.type not in self._pieces:
@@ -67,16 +75,3 @@ def _read_piece(file: int, piece: Tensor, start: int) -> Tensor:
     if left:
         raise EOFError
     return piece
-
-
-@contextlib.contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Turns an error of the file into a UserError that names it."""
-    try:
-        yield
-    except EOFError:
-        raise UserError(
-            f"{file} was changed while drot read it, and is too short now: copy it again"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None

@@ -4,7 +4,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from drot.checkpoint.disk_space import size_text
+from rich.filesize import decimal as size_text
+
 from drot.cli.output import print_facts, print_json, print_line
 from drot.cli.progress_bars import working
 from drot.config import Recipe

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from drot.checkpoint.disk_space import size_text
+from rich.filesize import decimal as size_text
+
 from drot.cli.output import print_json, print_line
 from drot.cli.progress_bars import working
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
+from rich.filesize import decimal as size_text
 from rich.table import Table as RichTable
 
-from drot.checkpoint.disk_space import size_text, weight_file_bytes, why_larger
+from drot.checkpoint.disk_space import weight_file_bytes, why_larger
 from drot.cli.safe_text import SafeConsole
 
 if TYPE_CHECKING:  # imported when something is printed: help prints no manifest

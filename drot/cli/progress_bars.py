@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -38,41 +38,13 @@ def working() -> Iterator[ProgressCallback]:
         if Form.chosen == "none":
             yield silent
         elif Form.chosen == "json":
-            yield JsonProgress(console)
+            yield LineProgress(console, as_json=True)
         elif console.is_terminal:
             columns = BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left")
             with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as shown:
                 yield BarProgress(shown)
         else:
-            yield LineProgress(console_line(console))
-
-
-def console_line(console: Console) -> Callable[[str], None]:
-    """A function that prints a line on a console, without breaking it."""
-    return lambda text: console.print(text, markup=False, soft_wrap=True)
-
-
-class JsonProgress:
-    """One JSON object a line for each event; of a phase with many events, few of them and the last.
-
-    seconds: since the start. The other entries are the fields of the ProgressEvent; loss is null if there is
-    none or it is not finite.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self.print, self.lock = console_line(console), threading.Lock()
-        self.started, self.printed = time.perf_counter(), -math.inf
-
-    def __call__(self, event: ProgressEvent) -> None:
-        now = time.perf_counter()
-        with self.lock:
-            ends = event.step == event.steps > 0
-            if PHASES[event.phase].often and not ends and now - self.printed < JSON_SILENCE:
-                return
-            self.printed = now
-            finite = event.loss is not None and math.isfinite(event.loss)
-            entries = dataclasses.asdict(event) | {"loss": event.loss if finite else None}
-            self.print(json.dumps({"seconds": round(now - self.started, 3)} | entries))
+            yield LineProgress(console)
 
 
 def words(event: ProgressEvent) -> str:
@@ -127,22 +99,32 @@ class BarProgress:
 
 
 class LineProgress:
-    """A line for each event; of a phase with many events, at its last step and after a long silence only.
+    """A line for each event; of a phase with many events, at its last step and after a silence only.
 
-    write: prints a line.
+    as_json: as a JSON object, and after a shorter silence. `seconds` are those since the start. The other
+        entries are the fields of the ProgressEvent; loss is null if there is none or it is not finite.
     """
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.write = write
-        self.started = self.printed = time.perf_counter()
+    def __init__(self, console: Console, *, as_json: bool = False) -> None:
+        self.console, self.as_json = console, as_json
+        self.started = time.perf_counter()
+        self.printed = -math.inf if as_json else self.started
         self.lock = threading.Lock()  # layers that train in parallel report from several threads
 
     def __call__(self, event: ProgressEvent) -> None:
         with self.lock:
             now = time.perf_counter()
-            long = max(MOST_SILENCE, SILENT_SHARE * (now - self.started))
+            seconds = now - self.started
+            silence = JSON_SILENCE if self.as_json else max(MOST_SILENCE, SILENT_SHARE * seconds)
             ends = event.step == event.steps > 0
-            if PHASES[event.phase].often and not ends and now - self.printed < long:
+            if PHASES[event.phase].often and not ends and now - self.printed < silence:
                 return
             self.printed = now
-            self.write(f"{words(event)} ({now - self.started:.0f} s)")
+            text = _json(event, seconds) if self.as_json else f"{words(event)} ({seconds:.0f} s)"
+            self.console.print(text, markup=False, soft_wrap=True)
+
+
+def _json(event: ProgressEvent, seconds: float) -> str:
+    finite = event.loss is not None and math.isfinite(event.loss)
+    entries = dataclasses.asdict(event) | {"loss": event.loss if finite else None}
+    return json.dumps({"seconds": round(seconds, 3)} | entries)

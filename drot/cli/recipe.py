@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.filesize import decimal as size_text
 
 from drot.cli.log import tell
 from drot.cli.messages import flag
@@ -118,7 +119,6 @@ def fit_recipe(
     if size is None:
         return asked
     memory = parse_size(size)
-    from drot.checkpoint.disk_space import size_text
     from drot.pipeline.dry_run import fitted
 
     chosen = fitted(model, asked.recipe, memory, fixed=recipe_fields(given), **options)

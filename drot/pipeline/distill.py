@@ -15,13 +15,13 @@ import math
 from typing import Any
 
 import torch
+from rich.filesize import decimal as size_text
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drot.calibration.stream import CalibrationStream
 from drot.calibration.token_weights import LOGIT_TOKENS
-from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.records import DistillationRecord
 from drot.checkpoint.resume import DISTILLED, RunState
 from drot.config.settings import values_of

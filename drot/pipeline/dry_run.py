@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal as size_text
 from transformers import AutoModelForImageTextToText
 
-from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.load import load_tokenizer
 from drot.checkpoint.multimodal import kept_bytes
 from drot.checkpoint.opening import NO_MODEL, load_outer_config, silent_transformers

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.filesize import decimal as size_text
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from drot.checkpoint.disk_space import size_text
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.resume import IDENTITY

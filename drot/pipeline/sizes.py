@@ -26,7 +26,7 @@ class Sizes:
     rotates_stream: whether R1 rotates the residual stream.
     layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
         model without its layers. What writes images into the stream does not count.
-    head: numbers in lm_head. tied_head: the same if it is tied to the embedding; otherwise 0.
+    head: numbers in lm_head. untied_head: the same if a rotation unties it from the embedding; else 0.
     in_fp32: dtype of a checkpoint → numbers that it holds in fp32 nevertheless.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     further: sequences on which all layers are trained together; None if they are not known, and are as many
@@ -44,7 +44,7 @@ class Sizes:
     weights: int
     outside: int
     head: int
-    tied_head: int
+    untied_head: int
     nsamples: int
     seqlen: int
     in_fp32: Mapping[torch.dtype, int]
@@ -65,11 +65,6 @@ class Sizes:
     def state(self) -> int:
         """The numbers of a token in a stream of the calibration."""
         return self.hidden + self.embedded + self.lent
-
-    @property
-    def untied_head(self) -> int:
-        """Numbers in lm_head if a rotation unties it; otherwise 0."""
-        return self.tied_head if self.rotates_stream else 0
 
     def pruned(self, recipe: ResolvedRecipe) -> list[list[str]]:
         """For each layer, the names of the linears that the recipe prunes."""
@@ -114,7 +109,7 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int, further: int | Non
             for dtype in (torch.bfloat16, torch.float16)
         },
         head=head.numel(),
-        tied_head=head.numel() if head is model.embedding.weight else 0,
+        untied_head=head.numel() if head is model.embedding.weight and model.family.rotates_stream else 0,
         nsamples=nsamples,
         seqlen=seqlen,
         further=further,

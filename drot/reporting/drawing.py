@@ -58,26 +58,21 @@ class Chart:
 
     def uri(self) -> str:
         """The chart as the value of `src`: an SVG on white, with its text as text."""
+        from matplotlib import rc_context
+
         svg = io.BytesIO()
-        with _style():
+        with rc_context(STYLE):
             self.figure.savefig(svg, format="svg", facecolor="white", metadata={"Date": None})
         return f"data:image/svg+xml;base64,{base64.b64encode(svg.getvalue()).decode()}"
 
 
 @contextlib.contextmanager
-def _style() -> Iterator[None]:
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
-        yield
-
-
-@contextlib.contextmanager
 def axes(height: float, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple["Figure", Any]]:
     """A new figure with axes in drot's style, in which the block draws. height: of the figure, in pixels."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with _style():
+    with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height / 72), layout="constrained")
         yield figure, figure.subplots(rows, columns, **options)
 

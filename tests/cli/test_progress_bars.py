@@ -51,7 +51,7 @@ def test_a_shared_rotation_has_a_bar_of_its_steps():
 
 def lines(events):
     file = io.StringIO()
-    progress = progress_bars.LineProgress(progress_bars.console_line(Console(file=file)))
+    progress = progress_bars.LineProgress(Console(file=file))
     for one in events:
         progress(one)
     return [line.rpartition(" (")[0] for line in file.getvalue().splitlines()]
