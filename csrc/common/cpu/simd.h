@@ -3,7 +3,7 @@
 // Header of the file:      DROT_SIMD_DECLARE(void scale_rows(float* x, int64_t n))
 // The file:                namespace drot::DROT_SIMD { void scale_rows(float* x, int64_t n) { ... } }
 // A caller in other files: DROT_SIMD_CALL(scale_rows)(x, n);
-// The environment variable DROT_SIMD=baseline or avx2 limits the choice; tests use it.
+// The environment variable DROT_SIMD=baseline, avx2 or avx512 (without AMX) limits the choice; tests use it.
 #pragma once
 
 #include <cstdlib>

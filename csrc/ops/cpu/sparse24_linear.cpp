@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "common/cpu/results.h"
 #include "common/no_autocast.h"
@@ -114,19 +115,25 @@ void by_bf16_rows(const Sparse24Product& p, at::Tensor& y) {
               [&](int64_t first, int64_t last) { avx512bf16::sparse24_rows(rows, first, last); });
 }
 
-// The same for more tokens, in blocks of up to kBlockTokens24.
+// The same for more tokens, in equal blocks.
 void by_bf16_tokens(const Sparse24Product& p, at::Tensor& y) {
+  const bool tiles = amx::permitted();
   const auto [residual, rotated_residual] = bf16_added(p);
   const at::Tensor from = p.x.stride(1) == 1 ? p.x : p.x.contiguous();
-  const int64_t blocks = (p.tokens + kBlockTokens24 - 1) / kBlockTokens24;
+  const int64_t most = tiles ? amx::kBlockTokens24 : kBlockTokens24, width = tiles ? padded_bf16(p.in) : p.in;
+  const int64_t blocks = (p.tokens + most - 1) / most;
   const int64_t vectors = (p.tokens + kVectorTokens24 - 1) / kVectorTokens24;
   const int64_t block = (vectors + blocks - 1) / blocks * kVectorTokens24;
-  at::Tensor x = at::empty({block * p.in}, p.x.options());
+  at::Tensor x = at::empty({block * width}, p.x.options());
+  if (width > p.in) x.zero_();
   for (int64_t token = 0; token < p.tokens; token += block) {
     const int64_t tokens = std::min(block, p.tokens - token), at = token * p.out;
+    const int64_t now = (tokens + kVectorTokens24 - 1) / kVectorTokens24;
+    const avx512bf16::PairStrides strides =
+        tiles ? avx512bf16::PairStrides{2, width / 2} : avx512bf16::PairStrides{2 * now, 2};
     in_parallel(p.in, tokens, 64, [&](int64_t first, int64_t last) {
       avx512bf16::pair_tokens(data24<Bf16>(from) + token * from.stride(0), from.stride(0), tokens, first,
-                              last, static_cast<Bf16*>(x.mutable_data_ptr()));
+                              last, strides, static_cast<Bf16*>(x.mutable_data_ptr()));
     });
     const Sparse24Rows<Bf16, Bf16> rows{
         data24<Bf16>(p.values),
@@ -139,8 +146,11 @@ void by_bf16_tokens(const Sparse24Product& p, at::Tensor& y) {
         tokens,
         p.in,
         p.out};
-    in_parallel(p.out, p.in * tokens, kRows24,
-                [&](int64_t first, int64_t last) { avx512bf16::sparse24_token_rows(rows, first, last); });
+    in_parallel(p.out, p.in * tokens, kRows24, [&](int64_t first, int64_t last) {
+      if (!tiles) return avx512bf16::sparse24_token_rows(rows, first, last);
+      std::vector<char> scratch(amx::scratch_bytes(tokens));
+      amx::sparse24_token_rows(rows, first, last, scratch.data());
+    });
   }
 }
 #endif

@@ -3,11 +3,12 @@
 // compiled for such a CPU alone; sparse24_linear.cpp asks has_bf16_products() before each call.
 #if defined(__x86_64__)
 
+#include "ops/cpu/sparse24_linear_bf16.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-#include "ops/cpu/sparse24_linear_lanes.h"
 #include "ops/cpu/sparse24_linear_simd.h"
 
 namespace drot::DROT_SIMD {
@@ -15,39 +16,10 @@ namespace {
 
 // Rows of W that are multiplied together: with the most tokens, 24 sums, four vectors of W and one of x.
 constexpr int kRows = 4;
-// Bytes of positions that are read together, and those of a vector of columns.
-constexpr int64_t kBytes = 64, kVector = 4;
+// Bytes of positions that are read together.
+constexpr int64_t kBytes = 64;
 // Values of a row that are prefetched ahead. The hardware prefetcher alone leaves half of the memory's rate.
 constexpr int64_t kAhead = 1024;
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// Nibble of positions → the bits of the columns, of four, that its two values have; once for each 16 bytes.
-struct ColumnBits {
-  alignas(64) uint8_t at[64];
-};
-constexpr ColumnBits column_bits() {
-  ColumnBits bits{};
-  for (int i = 0; i < 64; ++i) bits.at[i] = static_cast<uint8_t>(1 << (i & 3) | 1 << (i >> 2 & 3));
-  return bits;
-}
-constexpr auto kColumnBits = column_bits();
-
-// For 64 bytes of positions: the bits of the columns, of eight, that the four values of a byte have.
-__m512i columns_of(__m512i positions) {
-  const __m512i bits = _mm512_load_si512(kColumnBits.at), low = _mm512_set1_epi8(15);
-  const __m512i first = _mm512_shuffle_epi8(bits, _mm512_and_si512(positions, low));
-  const __m512i second = _mm512_shuffle_epi8(bits, _mm512_and_si512(_mm512_srli_epi16(positions, 4), low));
-  return _mm512_or_si512(first, _mm512_slli_epi16(second, 4));
-}
-
-// A vector of kPaddingBf16 columns: `bytes`, at most kVector, times four values in their columns, and zeros.
-__m512i expand(uint32_t columns, const Bf16* values, int64_t bytes) {
-  const auto read = static_cast<__mmask16>((1 << 4 * bytes) - 1);
-  const __m256i packed = bytes < kVector ? _mm256_maskz_loadu_epi16(read, values)
-                                         : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
-  return _mm512_maskz_expand_epi16(columns, _mm512_castsi256_si512(packed));
-}
 
 // y for kRowsNow rows of W from `row` on, and all tokens.
 template <int kRowsNow, int kTokens>
@@ -57,9 +29,9 @@ void products(const Sparse24Rows<Bf16, Bf16>& p, int64_t row) {
   Lanes sum[kRowsNow][kTokens];
   for (auto& of_row : sum) std::fill_n(of_row, kTokens, all(0));
   for (int64_t start = 0; start < p.in / 8; start += kBytes) {
-    const int64_t count = least(kBytes, p.in / 8 - start);
+    const int64_t count = std::min<int64_t>(kBytes, p.in / 8 - start);
     const __mmask64 read = count < kBytes ? (__mmask64{1} << count) - 1 : ~__mmask64{0};
-    alignas(64) uint32_t columns[kRowsNow][kBytes / kVector];
+    alignas(64) uint32_t columns[kRowsNow][kBytes / kExpandedBytes];
     for (int r = 0; r < kRowsNow; ++r) {
       const uint8_t* const bytes = positions + r * p.in / 8 + start;
       _mm512_store_si512(columns[r], columns_of(_mm512_maskz_loadu_epi8(read, bytes)));
@@ -67,11 +39,12 @@ void products(const Sparse24Rows<Bf16, Bf16>& p, int64_t row) {
       prefetch_block(values + r * p.in / 2 + 4 * ahead, 4 * kBytes);
       prefetch_block(positions + r * p.in / 8 + ahead, kBytes);
     }
-    for (int64_t i = 0; i < count; i += kVector, x += kTokens * kPaddingBf16) {
+    for (int64_t i = 0; i < count; i += kExpandedBytes, x += kTokens * kPaddingBf16) {
       __m512bh w[kRowsNow];
       for (int r = 0; r < kRowsNow; ++r) {
         const Bf16* const packed = values + r * p.in / 2 + 4 * (start + i);
-        w[r] = as_bf16(expand(columns[r][i / kVector], packed, least(kVector, count - i)));
+        w[r] = as_bf16(
+            expand(columns[r][i / kExpandedBytes], packed, std::min<int64_t>(kExpandedBytes, count - i)));
       }
       for (int t = 0; t < kTokens; ++t) {
         const __m512bh xs = as_bf16(_mm512_loadu_si512(x + t * kPaddingBf16));
@@ -94,7 +67,8 @@ void rows_of(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last) {
 
 void group_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t in, Bf16* to) {
   for (int64_t column = 0; column < in; column += kPaddingBf16) {
-    const auto read = static_cast<__mmask32>((uint64_t{1} << least(kPaddingBf16, in - column)) - 1);
+    const auto read =
+        static_cast<__mmask32>((uint64_t{1} << std::min<int64_t>(kPaddingBf16, in - column)) - 1);
     for (int64_t t = 0; t < tokens; ++t, to += kPaddingBf16) {
       _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(read, x + t * stride + column));
     }

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ops/cpu/sparse24_linear_lanes.h"
+#include "ops/cpu/sparse24_linear_bf16.h"
 #include "ops/cpu/sparse24_linear_simd.h"
 
 namespace drot::DROT_SIMD {
@@ -103,23 +103,6 @@ void add_products(const Tile<kVectors>& tile, int64_t groups, const char* table,
   std::memcpy(sums, sum, sizeof(sum));
 }
 
-// from[0], from[kStride], …
-template <int kStride>
-Lanes column_of(const float* from) {
-  const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  return _mm512_i32gather_ps(_mm512_mullo_epi32(rows, _mm512_set1_epi32(kStride)), from, sizeof(float));
-}
-
-// `finish` for kLanes rows.
-void finish_lanes(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t token, Lanes y) {
-  const int64_t at = token * p.out + row;
-  if (p.bias) y = _mm512_add_ps(y, load(p.bias + row));
-  if (p.residual) y = _mm512_add_ps(y, load(p.residual + at));
-  if (p.rotated) y = _mm512_add_ps(y, load(p.rotated + at));
-  const __m256bh narrow = _mm512_cvtneps_pbh(y);
-  std::memcpy(p.y + at, &narrow, sizeof(narrow));
-}
-
 // The rows first … last - 1 of W, at most kTableRows. p.x: one block of tokens.
 template <int kVectors>
 void block_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last) {
@@ -163,7 +146,8 @@ void block_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last) 
 
 }  // namespace
 
-void pair_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t first, int64_t last, Bf16* to) {
+void pair_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t first, int64_t last,
+                 PairStrides strides, Bf16* to) {
   constexpr int64_t kPairsTogether = 16;  // of columns: a cache line of each token is read once
   const int64_t vectors = (tokens + kTokensInVector - 1) / kTokensInVector;
   alignas(64) uint32_t lines[kTokensInVector][kPairsTogether];
@@ -176,8 +160,8 @@ void pair_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t first, i
         std::memcpy(lines[t], x + (token + t) * stride + column, pairs * sizeof(uint32_t));
       }
       for (int64_t pair = 0; pair < pairs; ++pair) {
-        const int64_t at = (column + 2 * pair) / 4 * vectors + v;  // counted in groups of a vector of tokens
-        auto* const lanes = reinterpret_cast<uint32_t*>(to) + (2 * at + pair % 2) * kTokensInVector;
+        const int64_t at = (column + 2 * pair) / 4 * strides.group + v * strides.vector + pair % 2;
+        auto* const lanes = reinterpret_cast<uint32_t*>(to) + at * kTokensInVector;
         for (int t = 0; t < kTokensInVector; ++t) lanes[t] = lines[t][pair];
       }
     }

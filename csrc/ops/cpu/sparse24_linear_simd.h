@@ -72,12 +72,30 @@ namespace drot::avx512bf16 {
 void group_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t in, Bf16* to);
 // Computes y for the rows first … last - 1 of W (sparse24_linear_bf16.cpp).
 void sparse24_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last);
-// The columns first … last - 1, multiples of 8, of x [tokens, in], `stride` values between tokens, as
-// sparse24_token_rows reads them: tokens up to a multiple of kVectorTokens24, which are zeros, each times in
-// values. `to` begins with column 0 and is aligned to 64 bytes.
-void pair_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t first, int64_t last, Bf16* to);
+// Where pair_tokens writes: a vector has two columns of kVectorTokens24 tokens. The second two columns of a
+// group of four lie behind the first two.
+struct PairStrides {
+  int64_t group, vector;  // vectors between two groups of columns, and between two vectors of tokens
+};
+// The columns first … last - 1, multiples of 8, of x [tokens, in], `stride` values between tokens, in vectors
+// of tokens. Tokens up to a multiple of kVectorTokens24 are zeros. `to` begins with column 0 and is aligned
+// to 64 bytes.
+void pair_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t first, int64_t last,
+                 PairStrides strides, Bf16* to);
 // Computes y for the rows first … last - 1 of W, for a block of at most kBlockTokens24 tokens
-// (sparse24_linear_bf16_tokens.cpp).
+// (sparse24_linear_bf16_tokens.cpp). p.x: PairStrides{2 · vectors of tokens, 2}.
 void sparse24_token_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last);
 }  // namespace drot::avx512bf16
+
+// For a CPU with matrix instructions for bf16 (sparse24_linear_amx.cpp).
+namespace drot::amx {
+// Whether this process may use them. DROT_SIMD=avx512 leaves them out.
+bool permitted();
+// The most tokens of a call: more of them and their sums would leave the L2 cache.
+constexpr int64_t kBlockTokens24 = 512;
+int64_t scratch_bytes(int64_t tokens);
+// Computes y for the rows first … last - 1 of W. p.x: PairStrides{2, padded_bf16(in) / 2}, in columns up to
+// padded_bf16(in), which are zeros. scratch: scratch_bytes(p.tokens) of this thread alone.
+void sparse24_token_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last, char* scratch);
+}  // namespace drot::amx
 #endif
