@@ -7,8 +7,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
-#include <vector>
 
 #include "common/cpu/results.h"
 #include "common/no_autocast.h"
@@ -148,8 +148,8 @@ void by_bf16_tokens(const Sparse24Product& p, at::Tensor& y) {
         p.out};
     in_parallel(p.out, p.in * tokens, kRows24, [&](int64_t first, int64_t last) {
       if (!tiles) return avx512bf16::sparse24_token_rows(rows, first, last);
-      std::vector<char> scratch(amx::scratch_bytes(tokens));
-      amx::sparse24_token_rows(rows, first, last, scratch.data());
+      const auto scratch = std::make_unique_for_overwrite<char[]>(amx::scratch_bytes(tokens));
+      amx::sparse24_token_rows(rows, first, last, scratch.get());
     });
   }
 }

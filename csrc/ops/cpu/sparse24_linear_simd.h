@@ -72,6 +72,8 @@ namespace drot::avx512bf16 {
 void group_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t in, Bf16* to);
 // Computes y for the rows first … last - 1 of W (sparse24_linear_bf16.cpp).
 void sparse24_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last);
+// values [4 · bytes], positions [bytes] -> `bytes` times eight dense columns.
+void expand_bytes(const Bf16* values, const uint8_t* positions, int64_t bytes, Bf16* to);
 // Where pair_tokens writes: a vector has two columns of kVectorTokens24 tokens. The second two columns of a
 // group of four lie behind the first two.
 struct PairStrides {
@@ -92,7 +94,7 @@ namespace drot::amx {
 // Whether this process may use them. DROT_SIMD=avx512 leaves them out.
 bool permitted();
 // The most tokens of a call: more of them and their sums would leave the L2 cache.
-constexpr int64_t kBlockTokens24 = 512;
+constexpr int64_t kBlockTokens24 = 256;
 int64_t scratch_bytes(int64_t tokens);
 // Computes y for the rows first … last - 1 of W. p.x: PairStrides{2, padded_bf16(in) / 2}, in columns up to
 // padded_bf16(in), which are zeros. scratch: scratch_bytes(p.tokens) of this thread alone.
