@@ -191,7 +191,9 @@ def machine(device: str) -> str:
     """The name of the GPU, or the name and the vector instructions of the CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    flags = Path("/proc/cpuinfo")
+    amx = ", AMX" if flags.exists() and "amx_bf16" in flags.read_text() else ""
+    return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}{amx}"
 
 
 def commit(checkout: Path = ROOT) -> str:

@@ -165,18 +165,28 @@ def test_every_algorithm_of_a_gpu(sizes: tuple[int, int, int], device: str, tmp_
         assert len(file.read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("tokens", [40, 130, 520])
+def test_several_parts_of_a_large_weight(tokens: int, device: str) -> None:
+    """More rows, columns and tokens than are multiplied together on a CPU with AMX."""
+    given = problem(tokens, 530, 1096, torch.bfloat16, device)
+    assert_near(sparse24_linear(*given), exact(*given), factor=1.0 if device == "cpu" else 3.0)
+
+
 @pytest.mark.slow
-def test_the_instruction_sets_agree() -> None:
-    """Tests of this file without AVX, in another process: a process chooses its instruction set once."""
-    if os.environ.get("DROT_SIMD") == "baseline":
-        pytest.skip("this is the run without AVX")
-    chosen = "test_product or test_what_is_added or test_memory_beside_x_is_not_read"
+@pytest.mark.parametrize("level", ["baseline", "avx512"])
+def test_the_instruction_sets_agree(level: str) -> None:
+    """Tests of this file without AVX, or without AMX, in another process: a process chooses its instruction
+    set once.
+    """
+    if os.environ.get("DROT_SIMD"):
+        pytest.skip("this is a run with a chosen instruction set")
+    if level == "avx512" and "amx_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AMX, so the other tests leave it out")
+    chosen = "test_product or test_what_is_added or test_memory_beside_x_is_not_read or several_parts"
     # -P: imports the installed drot, not the working directory, which may not be built
     pytest_here = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command = [*pytest_here, "-k", chosen, __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "DROT_SIMD": "baseline"}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env={**os.environ, "DROT_SIMD": level}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -27,14 +27,19 @@ constexpr int kTileRows = 16, kTileColumns = kPaddingBf16;
 static_assert(kTileRows == kVectorTokens24 && kTileRows == kLanes);
 // Values of a tile of W, and sums of a tile.
 constexpr int64_t kTileValues = kTileRows * kTileColumns, kTileSums = kTileRows * kTileRows;
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The part of W that is made dense at a time. The tokens are read again for each such number of rows. With
-// more rows the hardware prefetcher loses them, unless it meets 1024 columns of each.
+// The part of W that is made dense at a time; with the tokens in these columns and the sums it stays in the
+// L2 cache. The tokens are read again for each such number of rows. The hardware prefetcher follows 32 rows,
+// or more rows if it meets 1024 columns of each.
 struct Part {
   int64_t rows, columns;
 };
-Part part_for(int64_t tokens) { return tokens <= 2 * kVectorTokens24 ? Part{32, 512} : Part{128, 1024}; }
+Part part_for(int64_t tokens) {
+  if (tokens <= 32) return {32, 512};
+  return tokens <= 128 ? Part{128, 1024} : Part{256, 512};
+}
 
 // All tile registers have 16 rows of 64 bytes: rows, columns and tokens are padded.
 struct alignas(64) TileConfig {

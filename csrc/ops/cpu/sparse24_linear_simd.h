@@ -94,7 +94,7 @@ namespace drot::amx {
 // Whether this process may use them. DROT_SIMD=avx512 leaves them out.
 bool permitted();
 // The most tokens of a call: more of them and their sums would leave the L2 cache.
-constexpr int64_t kBlockTokens24 = 256;
+constexpr int64_t kBlockTokens24 = 512;
 int64_t scratch_bytes(int64_t tokens);
 // Computes y for the rows first … last - 1 of W. p.x: PairStrides{2, padded_bf16(in) / 2}, in columns up to
 // padded_bf16(in), which are zeros. scratch: scratch_bytes(p.tokens) of this thread alone.
