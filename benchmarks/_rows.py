@@ -13,11 +13,15 @@ Row = dict[str, str]
 
 
 def read(name: str, *measured: str) -> list[Row]:
-    """The rows of results/`name`.csv; of rows that differ only in `measured` and their origin, the last."""
+    """The rows of results/`name`.csv; of rows that differ only in `measured` and their origin, the last.
+
+    Rows of a CPU with AMX are not those of other CPUs.
+    """
     with (FOLDER / "results" / f"{name}.csv").open(newline="") as file:
-        last: dict[tuple[str, ...], Row] = {}
+        last: dict[tuple[object, ...], Row] = {}
         for row in csv.DictReader(file):
-            last[tuple(value for key, value in row.items() if key not in (*ORIGIN, *measured))] = row
+            case = [value for key, value in row.items() if key not in (*ORIGIN, *measured)]
+            last["AMX" in row.get("machine", ""), *case] = row
     return list(last.values())
 
 

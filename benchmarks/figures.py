@@ -182,7 +182,7 @@ def speeds(name: str, *functions: str) -> Callable[[], str]:
                     continue
                 others = [other for other in medians if other not in functions]
                 ratios = [f"{medians[other] / medians[ours]:.2f} × {other}" for other in others]
-                threads = f"{case[1]} thread{'s' * (case[1] != '1')}"
+                threads = f"{case[1]} thread{'s' * (case[1] != '1')}" + ", AMX" * ("AMX" in case[2])
                 place = case[2] if case[2].startswith("NVIDIA") else threads
                 seconds = medians[ours] / 1e6
                 time = f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
