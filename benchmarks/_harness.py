@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from drot._C import cpu_instructions
 from drot.evaluation.timing import Timing, replayed
 from drot.evaluation.timing import interleaved as interleaved
 
@@ -191,8 +192,7 @@ def machine(device: str) -> str:
     """The name of the GPU, or the name and the vector instructions of the CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    flags = Path("/proc/cpuinfo")
-    amx = ", AMX" if flags.exists() and "amx_bf16" in flags.read_text() else ""
+    amx = ", AMX" * ("AMX" in cpu_instructions())
     return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}{amx}"
 
 

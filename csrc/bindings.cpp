@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "common/tuning_cache.h"
+#include "ops/cpu/sparse24_product.h"
 #include "ops/polar_start.h"
 #include "ops/skew_momentum.h"
 #include "ops/spectral_step.h"
@@ -96,6 +97,8 @@ pybind11::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native part of drot; importing it registers torch.ops.drot.*";
   m.def("build_info", &build_info, "Versions and options of this build: a dict of str.");
+  m.def("cpu_instructions", &drot::cpu_instructions,
+        "The instructions that the CPU kernels use in this process, such as \"AVX512 BF16 AMX\".");
   m.def("tuning_cache_file", &drot::tuning_cache::file,
         "Path of the tuning cache, \"\" where nothing is cached.");
   m.def("tuning_cache_lookup", &drot::tuning_cache::lookup, pybind11::arg("key"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.backends import cusparselt
 
-from drot._C import tuning_cache_file
+from drot._C import cpu_instructions, tuning_cache_file
 from drot.core import torchrun
 from drot.core.checks import counted
 from drot.core.version import __version__
@@ -48,6 +48,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What the bytes of a result depend on besides the recipe and the versions, in plain JSON types.
 
     processor, cpu_capability: the CPU's architecture and the vector instructions that torch uses.
+    kernels: the instructions that drot's CPU kernels use.
     threads: torch's threads for one operation.
     ranks: the processes that share a run (torchrun).
     gpu: name of the GPU; None on a CPU.
@@ -59,6 +60,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {
         "processor": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels": cpu_instructions(),
         "threads": torch.get_num_threads(),
         "ranks": torchrun.world_size(),
         "gpu": device_name(device) if is_gpu(device) else None,
@@ -74,11 +76,10 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_name(device: torch.device) -> str:
-    """The name of a GPU, or the CPU's architecture, vector instructions and threads."""
+    """The name of a GPU, or the CPU's architecture, the instructions of drot's kernels, and the threads."""
     if is_gpu(device):
         return device_name(device)
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} CPU ({capability}), {counted(torch.get_num_threads(), 'thread')}"
+    return f"{platform.machine()} CPU ({cpu_instructions()}), {counted(torch.get_num_threads(), 'thread')}"
 
 
 def _cusparselt() -> dict[str, Any]:
@@ -105,7 +106,7 @@ def collect() -> dict[str, Any]:
     built_with_torch: the torch that drot was compiled for.
     backends: list of `cpu` and `cuda`; no_cuda_reason: why `cuda` was not compiled, or None.
     cuda: {compiled, architectures, torch}; gpus: [{name, capability, memory_gib}].
-    cusparselt: {found, version, compiled}; cpu: {machine, capability, threads}.
+    cusparselt: {found, version, compiled}; cpu: {machine, capability, kernels, threads}.
     tuning_cache: path of the file with the fastest measured algorithm of each GPU product, or None.
     """
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -124,6 +125,7 @@ def collect() -> dict[str, Any]:
         "cpu": {
             "machine": platform.machine(),
             "capability": torch.backends.cpu.get_cpu_capability(),
+            "kernels": cpu_instructions(),
             "threads": torch.get_num_threads(),
         },
         "tuning_cache": tuning_cache_file() or None,

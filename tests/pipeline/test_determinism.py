@@ -58,6 +58,8 @@ def test_the_manifest_names_the_machine(monkeypatch):
     machine = environment.machine(torch.device("cpu"))
     assert machine["threads"] == torch.get_num_threads() and machine["gpu"] is None
     assert machine["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    if not machine["variables"].keys() & {"DROT_SIMD", "ATEN_CPU_CAPABILITY"}:
+        assert machine["kernels"].split()[0] in (machine["cpu_capability"], "baseline")
     assert machine["variables"]["MKL_CBWR"] == "AUTO"
     assert json.loads(json.dumps(machine)) == machine
     has_mkl = torch.backends.mkl.is_available()

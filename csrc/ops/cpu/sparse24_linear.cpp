@@ -186,6 +186,14 @@ bool has_bf16_products() {
 #endif
 }
 
+const char* cpu_instructions() {
+#if defined(__x86_64__)
+  if (has_bf16_products()) return amx::permitted() ? "AVX512 BF16 AMX" : "AVX512 BF16";
+#endif
+  const SimdLevel level = simd_level();
+  return level == SimdLevel::avx512 ? "AVX512" : level == SimdLevel::avx2 ? "AVX2" : "baseline";
+}
+
 at::Tensor widened24(const at::Tensor& x) {
   if (x.scalar_type() == at::kBFloat16) return widened<Bf16>(x);
   return x.scalar_type() == at::kHalf ? widened<Fp16>(x) : widened<float>(x);
