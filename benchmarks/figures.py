@@ -166,6 +166,11 @@ def scale() -> str:
     return table(["model", "GPUs", "disk", "adapters", *steps, "minutes", "not lost", "wanted"], body, rows)
 
 
+def threads(row: Row) -> str:
+    """The threads of a row, and whether the CPU has AMX: its rows are not those of other CPUs."""
+    return f"{row['threads']} thread{'s' * (row['threads'] != '1')}" + ", AMX" * ("AMX" in row["machine"])
+
+
 def speeds(name: str, *functions: str) -> Callable[[], str]:
     """A table of a timed benchmark: the medians of drot's functions, and their speed against the others."""
 
@@ -173,7 +178,7 @@ def speeds(name: str, *functions: str) -> Callable[[], str]:
         rows = read(name, "p20_us", "median_us", "p80_us", "ratio")
         cases: dict[tuple[str, ...], dict[str, float]] = {}
         for row in rows:
-            case = (row["case"], row["threads"], row["machine"])
+            case = (row["case"], threads(row), row["machine"])
             cases.setdefault(case, {})[row["function"]] = float(row["median_us"])
         body = []
         for case, medians in cases.items():
@@ -182,8 +187,7 @@ def speeds(name: str, *functions: str) -> Callable[[], str]:
                     continue
                 others = [other for other in medians if other not in functions]
                 ratios = [f"{medians[other] / medians[ours]:.2f} × {other}" for other in others]
-                threads = f"{case[1]} thread{'s' * (case[1] != '1')}" + ", AMX" * ("AMX" in case[2])
-                place = case[2] if case[2].startswith("NVIDIA") else threads
+                place = case[2] if case[2].startswith("NVIDIA") else case[1]
                 seconds = medians[ours] / 1e6
                 time = f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
                 body.append([case[0], place, ours, time, ", ".join(ratios)])
@@ -239,14 +243,14 @@ def serving_vllm() -> str:
     rows = read("serving_vllm", "seconds", "tokens_per_second", "ratio", "mib")
     body = [
         [
-            *(row[key] for key in ("model", "requests_at_once", "threads", "variant", "tokens_per_second")),
+            *(row["model"], row["requests_at_once"], threads(row), row["variant"], row["tokens_per_second"]),
             f"{row['ratio']} ×" + " (slower)" * (float(row["ratio"]) < 1),
             row["seconds"].replace(" ", ", "),
             row["mib"],
         ]
         for row in rows
     ]
-    head = ["model", "requests at once", "threads", "weights", "tokens/s", "as fast as dense"]
+    head = ["model", "requests at once", "on", "weights", "tokens/s", "as fast as dense"]
     return table([*head, "seconds of each round", "MiB of the processes"], body, rows)
 
 
