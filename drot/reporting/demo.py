@@ -36,7 +36,7 @@ DEMO = DemoFiles(MODEL, Path(CALIBRATION.source), HELD_OUT)
 class DemoResult:
     """The figures of the demo.
 
-    rows: the dense model, pruned by SparseGPT, with the solver as well, and with the rotation as well.
+    comparison: the dense model, pruned by SparseGPT, with the solver as well, and with the rotation as well.
     sentence: what the figures mean.
     rotation_helped: whether the rotated model has the smallest perplexity of the pruned models.
     report: the page of the run; None if matplotlib, which draws it, is not installed.

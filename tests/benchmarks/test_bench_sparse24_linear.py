@@ -60,7 +60,9 @@ def test_the_fusion_is_compared_and_old_rows_are_read(
     figures = importlib.import_module("figures")
     monkeypatch.setattr(importlib.import_module("_rows"), "FOLDER", tmp_path)
     lines = figures.TABLES["sparse24_linear"]().splitlines()
-    (old,) = [line for line in lines if line.startswith("| 4096x14336 bfloat16, 4 tokens, rotation | 2")]
+    (old,) = [
+        line for line in lines if line.startswith("| 4096x14336 bfloat16, 4 tokens, rotation | 2 threads |")
+    ]
     (new,) = [line for line in lines if line.startswith(f"| {case}, rotation |")]
     assert "× linear" in old and "not fused" not in old
     assert "× linear, " in new and new.endswith(" × not fused |")
