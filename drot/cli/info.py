@@ -169,5 +169,5 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "GPUs", "; ".join(gpus) or "none that torch finds"
     cpu = data["cpu"]
     threads = counted(cpu["threads"], "thread")
-    yield "CPU", f"{cpu['machine']}, instructions {cpu['capability']}, of drot {cpu['kernels']}, {threads}"
+    yield "CPU", f"{cpu['machine']}, torch uses {cpu['capability']}, drot {cpu['kernels']}, {threads}"
     yield "tuning cache", data["tuning_cache"] or "none"

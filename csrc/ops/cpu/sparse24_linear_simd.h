@@ -72,8 +72,6 @@ namespace drot::avx512bf16 {
 void group_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t in, Bf16* to);
 // Computes y for the rows first … last - 1 of W (sparse24_linear_bf16.cpp).
 void sparse24_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last);
-// values [4 · bytes], positions [bytes] -> `bytes` times eight dense columns.
-void expand_bytes(const Bf16* values, const uint8_t* positions, int64_t bytes, Bf16* to);
 // Where pair_tokens writes: a vector has two columns of kVectorTokens24 tokens. The second two columns of a
 // group of four lie behind the first two.
 struct PairStrides {
