@@ -7,8 +7,8 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "common/cpu/instructions.h"
 #include "common/tuning_cache.h"
-#include "ops/cpu/sparse24_product.h"
 #include "ops/polar_start.h"
 #include "ops/skew_momentum.h"
 #include "ops/spectral_step.h"

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/cpu/float_rows.h"
+#include "common/cpu/instructions.h"
 #include "common/no_autocast.h"
 #include "ops/cpu/sparse24_linear_simd.h"
 #include "ops/cpu/sparse24_product.h"

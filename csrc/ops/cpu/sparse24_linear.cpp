@@ -10,6 +10,7 @@
 #include <memory>
 #include <utility>
 
+#include "common/cpu/instructions.h"
 #include "common/cpu/results.h"
 #include "common/no_autocast.h"
 #include "ops/cpu/sparse24_linear_simd.h"
@@ -117,7 +118,7 @@ void by_bf16_rows(const Sparse24Product& p, at::Tensor& y) {
 
 // The same for more tokens, in equal blocks.
 void by_bf16_tokens(const Sparse24Product& p, at::Tensor& y) {
-  const bool tiles = amx::permitted();
+  const bool tiles = has_amx();
   const auto [residual, rotated_residual] = bf16_added(p);
   const at::Tensor from = p.x.stride(1) == 1 ? p.x : p.x.contiguous();
   const int64_t most = tiles ? amx::kBlockTokens24 : kBlockTokens24, width = tiles ? padded_bf16(p.in) : p.in;
@@ -176,23 +177,6 @@ void by_dense_tiles(const Sparse24Product& p, at::Tensor& y) {
 }
 
 }  // namespace
-
-bool has_bf16_products() {
-#if defined(__x86_64__)
-  return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("avx512vbmi2");
-#else
-  return false;
-#endif
-}
-
-const char* cpu_instructions() {
-#if defined(__x86_64__)
-  if (has_bf16_products()) return amx::permitted() ? "AVX512 BF16 AMX" : "AVX512 BF16";
-#endif
-  const SimdLevel level = simd_level();
-  return level == SimdLevel::avx512 ? "AVX512" : level == SimdLevel::avx2 ? "AVX2" : "baseline";
-}
 
 at::Tensor widened24(const at::Tensor& x) {
   if (x.scalar_type() == at::kBFloat16) return widened<Bf16>(x);

@@ -1,19 +1,13 @@
 // sparse24_linear in bf16 for many tokens, on a CPU with the matrix instructions AMX: a tile register holds
 // 16 rows of 64 bytes, and one instruction multiplies 16 rows of W in 32 columns by 16 tokens. A part of W is
 // made dense in the L2 cache, then multiplied by all tokens: memory is read packed, the products are dense.
-// It is compiled for such a CPU alone; sparse24_linear.cpp asks amx::permitted() first.
+// It is compiled for such a CPU alone; sparse24_linear.cpp asks has_amx() first.
 #if defined(__x86_64__)
 
-#include <cpuid.h>
 #include <immintrin.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "ops/cpu/sparse24_linear_bf16.h"
@@ -105,23 +99,6 @@ void multiply(const Bf16* w, int64_t w_stride, const Bf16* x, int64_t x_stride, 
 }
 
 }  // namespace
-
-bool permitted() {
-#if defined(__linux__)
-  // the operating system gives a process the 8 KiB of tile registers when it asks for them
-  static const bool given = [] {
-    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
-    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    const char* const limit = std::getenv("DROT_SIMD");
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return !(limit && std::strcmp(limit, "avx512") == 0) && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-           (d & kBf16) && (d & kTiles) && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  }();
-  return given;
-#else
-  return false;
-#endif
-}
 
 int64_t scratch_bytes(int64_t tokens) {
   const Part part = part_for(tokens);

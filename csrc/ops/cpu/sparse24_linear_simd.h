@@ -89,8 +89,6 @@ void sparse24_token_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64
 
 // For a CPU with matrix instructions for bf16 (sparse24_linear_amx.cpp).
 namespace drot::amx {
-// Whether this process may use them. DROT_SIMD=avx512 leaves them out.
-bool permitted();
 // The most tokens of a call: more of them and their sums would leave the L2 cache.
 constexpr int64_t kBlockTokens24 = 512;
 int64_t scratch_bytes(int64_t tokens);

@@ -22,12 +22,6 @@ struct Sparse24Product {
 // Writes it to the contiguous y [tokens, out].
 void multiply24(const Sparse24Product& p, at::Tensor& y);
 
-bool has_bf16_products();
-
-// The instructions that the CPU kernels use in this process: `baseline`, `AVX2`, `AVX512`, `AVX512 BF16` or
-// `AVX512 BF16 AMX`.
-const char* cpu_instructions();
-
 template <class V>
 const V* data24(const at::Tensor& t) {
   return t.defined() ? static_cast<const V*>(t.const_data_ptr()) : nullptr;
